@@ -1,0 +1,69 @@
+"""Every algorithm is one file here, found by its module name, by an alias in its class, or as "package.module:Class"."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from fedllm.algorithms.base import Algorithm
+from fedllm.errors import UserError
+from fedllm.settings import build, nearest
+
+__all__ = ["Algorithm", "algorithm_class", "algorithm_names", "load_algorithm"]
+
+
+def algorithm_names() -> list[str]:
+    """Stable names of the algorithms that come with fedllm."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
+
+
+def _only_algorithm(module: Any) -> type[Algorithm]:
+    (cls,) = (
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Algorithm) and value.__module__ == module.__name__
+    )
+    return cls
+
+
+def _outside_class(name: str) -> type[Algorithm]:
+    module_name, _, class_name = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        cls = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"name: '{name}' could not be loaded: {error}; expected package.module:Class") from error
+    if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
+        raise UserError(f"name: '{name}' is not a subclass of fedllm.algorithms.Algorithm")
+    return cls
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """The class of a name, an alias or "package.module:Class". Raises UserError with the nearest known name."""
+    if ":" in name:
+        return _outside_class(name)
+    names = algorithm_names()
+    if name in names:
+        return _only_algorithm(importlib.import_module(f"{__name__}.{name}"))
+    classes = [_only_algorithm(importlib.import_module(f"{__name__}.{known}")) for known in names]
+    for cls in classes:
+        if name in cls.aliases:
+            return cls
+    aliases = [alias for cls in classes for alias in cls.aliases]
+    raise UserError(f"name: unknown algorithm '{name}'{nearest(name, names + aliases)}; known: {', '.join(names)}")
+
+
+def load_algorithm(name: str, *, where: str = "algorithm", **keys: Any) -> Algorithm:
+    """The algorithm `name` with hyper-parameters `keys`, the same keys as in a recipe's `algorithm:` section.
+
+    Raises UserError for a key the algorithm does not know (listing the ones it does) or a value out of its range.
+    """
+    try:
+        cls = algorithm_class(name)
+    except UserError as error:
+        raise UserError(f"{where}.{error}") from error
+    return build(cls, keys, where)

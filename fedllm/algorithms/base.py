@@ -1,0 +1,224 @@
+"""What a federated algorithm is: pure arithmetic on rows, one row a client.
+
+    local  = begin(x, server, clients, info)            x [C, d] rows of the global model
+    step(local, g, k, eta, info)                        in place on `local`, K times
+    upload, clients' = end(local, x, server, clients, rows, info)
+    x', server'      = aggregate(x, server, reduced, info)
+
+All of it is elementwise, so C clients at once are C times one client. Only `step` changes anything in place, and only
+`local`, which the caller owns. Symbols are the papers' (ALGORITHMS in docs/): d = x_i - x after the local steps,
+eta = local rate, eta_g = server rate, K = local steps, N = all clients, S = sampled, T = tracked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedllm.blocks import BlockPartition
+from fedllm.errors import UserError
+from fedllm.settings import setting
+
+State = dict[str, Tensor]
+Length = Literal["d", "B"]  # a vector of one number a coordinate, or of one a block
+Vectors = Mapping[str, Length]
+
+
+@dataclass(frozen=True)
+class RoundInfo:
+    """What an algorithm may know of a round.
+
+    index: t, from 0. total: rounds of the run. num_clients: N. sampled: S. tracked: T. local_steps: K, the most
+    steps that a client of this federation takes. blocks: the partition of the d coordinates for block means.
+    """
+
+    index: int
+    total: int
+    num_clients: int
+    sampled: int
+    tracked: int
+    local_steps: int
+    blocks: BlockPartition
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What differs between the rows of a cohort: steps [C, 1] taken, rate_sum [C, 1] = sum of the local rates really
+    used, tracked [C, 1] bool."""
+
+    steps: Tensor
+    rate_sum: Tensor
+    tracked: Tensor
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The round's accepted uploads, reduced.
+
+    mean: each upload's weighted mean over the S clients. total: each tracked upload's plain sum over the T tracked
+    clients. rate_sum: the weighted mean of the clients' rate sums, "K eta" of the papers. clients, tracked: how many.
+    """
+
+    mean: State
+    total: State
+    rate_sum: float
+    clients: int
+    tracked: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """Base of every algorithm: the hyper-parameters they share, their checks, and the rate schedules."""
+
+    aliases: ClassVar[tuple[str, ...]] = ()
+    paper: ClassVar[str] = ""
+
+    lr: float = setting(1e-3, "local learning rate", symbol="eta")
+    server_lr: float = setting(1.0, "server learning rate", symbol="eta_g")
+    weight_decay: float = setting(0.0, "decoupled weight decay", symbol="lambda")
+    weights: Literal["uniform", "size"] = setting("uniform", "weight of a client in the mean of the updates")
+    clip_norm: float | None = setting(
+        None, "clip each stochastic gradient to this global L2 norm, before anything else"
+    )
+    schedule: Literal["constant", "cosine_rounds", "cosine_steps", "linear"] = setting(
+        "constant", "local rate over time"
+    )
+    warmup_rounds: int = setting(0, "rounds of linear warm-up of the local rate")
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "server_lr", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"{name}: found {value}, expected a positive number")
+        for name in ("weight_decay", "eps", "warmup_rounds"):
+            if getattr(self, name, 0) < 0:
+                raise UserError(f"{name}: found {getattr(self, name)}, expected zero or more")
+        for index, beta in enumerate(getattr(self, "betas", ()), start=1):
+            if not 0 <= beta < 1:
+                raise UserError(f"betas: beta{index} is {beta}, expected a number in [0, 1)")
+
+    # What is kept and what is sent, beside x itself: the source of state, checks, costs and tables.
+
+    def server_vectors(self) -> Vectors:
+        """Vectors the server keeps from round to round."""
+        return {}
+
+    def client_vectors(self) -> Vectors:
+        """Vectors a client keeps from round to round."""
+        return {}
+
+    def downloads(self) -> Vectors:
+        """Vectors sent with x to each of the S clients."""
+        return self.server_vectors()
+
+    def uploads(self) -> Vectors:
+        """Vectors each of the S clients sends."""
+        return {"d": "d"}
+
+    def tracked_uploads(self) -> Vectors:
+        """Vectors that only the T tracked clients send."""
+        return {}
+
+    def needs_full_gradient(self) -> bool:
+        """Whether the clients' state starts from their full local gradients at x0."""
+        return False
+
+    def init_server(self, x: Tensor, info: RoundInfo, gradient: Tensor | None = None) -> State:
+        """Server state at the start; gradient [d] is the mean full gradient when `needs_full_gradient`."""
+        return {name: x.new_zeros(_length(of, x, info)) for name, of in self.server_vectors().items()}
+
+    def init_clients(self, x: Tensor, info: RoundInfo, gradient: Tensor | None = None) -> State:
+        """State of clients never seen before, rows x [C, d]; gradient [C, d] when `needs_full_gradient`."""
+        return {name: x.new_zeros(len(x), _length(of, x, info)) for name, of in self.client_vectors().items()}
+
+    # The four moments of a round.
+
+    def begin(self, x: Tensor, server: State, clients: State, info: RoundInfo) -> State:
+        """Local state {name: [C, ...]} at the start of the round; "x" is the clients' own copy of x [C, d]."""
+        return {"x": x.clone()}
+
+    def step(self, local: State, g: Tensor, k: int, eta: Tensor, info: RoundInfo) -> None:
+        """One local step in place on `local`: gradients g [C, d], k = 1, 2, ..., rates eta [C, 1]."""
+        raise NotImplementedError
+
+    def end(
+        self, local: State, x: Tensor, server: State, clients: State, rows: Rows, info: RoundInfo
+    ) -> tuple[State, State]:
+        """What the clients send {name: [C, ...]} and what they keep {name: [C, d]}."""
+        return {"d": local["x"] - x}, {}
+
+    def aggregate(self, x: Tensor, server: State, reduced: Reduced, info: RoundInfo) -> tuple[Tensor, State]:
+        """The next global model x [d] and server state."""
+        return x + self.server_lr * reduced.mean["d"], {}
+
+    # Rates.
+
+    def base_rate(self, info: RoundInfo) -> float:
+        """eta_0 of the schedules."""
+        return self.lr
+
+    def rates(self, steps: Tensor, info: RoundInfo) -> Tensor:
+        """Local rates [C, K] (float64, zero after a client's last step) for clients that take steps [C] steps."""
+        rate = self.base_rate(info)
+        if self.warmup_rounds:
+            rate *= min(1.0, (info.index + 1) / self.warmup_rounds)
+        if self.schedule == "cosine_rounds":
+            rate *= 0.5 * (1 + math.cos(math.pi * info.index / info.total))
+        elif self.schedule == "linear":
+            rate *= 1 - info.index / info.total
+        k = torch.arange(int(steps.max()), dtype=torch.float64)
+        count = steps[:, None].to(torch.float64)
+        shape = 0.5 * (1 + torch.cos(math.pi * k / count)) if self.schedule == "cosine_steps" else torch.ones_like(k)
+        return torch.where(k < count, rate * shape, 0.0)
+
+
+def _length(of: Length, x: Tensor, info: RoundInfo) -> int:
+    return x.shape[-1] if of == "d" else info.blocks.num_blocks
+
+
+def clip(g: Tensor, norm: float | None) -> Tensor:
+    """Rows of g [C, d] scaled down to the global L2 norm; g itself when norm is None."""
+    if norm is None:
+        return g
+    length = torch.linalg.vector_norm(g, dim=1, keepdim=True)
+    return g * torch.where(length > norm, norm / length, 1.0)
+
+
+def ratio(m: Tensor, root: Tensor, eps: float) -> Tensor:
+    """m / (root + eps), with 0/0 = 0: a coordinate without gradient takes no step even when eps is 0."""
+    if eps > 0:
+        return m / (root + eps)
+    return torch.where((m == 0) & (root == 0), 0.0, m / root)
+
+
+def update_moments(local: State, g: Tensor, betas: tuple[float, float]) -> None:
+    """m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2, in place."""
+    b1, b2 = betas
+    local["m"].mul_(b1).add_(g, alpha=1 - b1)
+    local["v"].mul_(b2).addcmul_(g, g, value=1 - b2)
+
+
+def adamw_step(
+    local: State, g: Tensor, k: int, eta: Tensor, *, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
+    """One AdamW step with bias correction by the local k and decoupled decay (FedAdamW paper, Alg. 1)."""
+    b1, b2 = betas
+    update_moments(local, g, betas)
+    mh, vh = local["m"] / (1 - b1**k), local["v"] / (1 - b2**k)
+    local["x"] -= eta * (ratio(mh, vh.sqrt(), eps) + weight_decay * local["x"])
+
+
+def rows_of(start: Tensor | None, x: Tensor) -> Tensor:
+    """A fresh local vector of x's shape [C, d] to be changed in place, starting from `start` [d] or [C, d], or from 0."""
+    return torch.zeros_like(x, memory_format=torch.contiguous_format) if start is None else start.expand_as(x).clone()
+
+
+def tracked_mean(total: Tensor, old: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Tracked clients' new y_i = total / K, the others' old one; and the change [C, d] that the tracked ones send."""
+    new = torch.where(rows.tracked, total / rows.steps, old)
+    return new, new - old

@@ -1,0 +1,84 @@
+"""FedAdamW: AdamW whose v starts from averaged block means and whose step follows the global direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, State, Vectors, ratio, rows_of, update_moments
+from fedllm.errors import UserError
+from fedllm.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAdamW(Algorithm):
+    """v = expand(vbar), m = 0 at the start of a round; for k = 1..K, t' = t K + k:
+    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  mh = m/(1-b1^k);  vh = v/(1-b2^t');
+    x_i -= eta (mh/(sqrt(vh)+eps) + alpha Delta + lambda x_i).
+    Clients send d_i and vbar_i, the block means of v (raw).
+    Server: x += eta_g D;  vbar = mean_i vbar_i;  Delta = -D/(K eta).
+
+    form alg3 (b1 = 0, no decay): x_i -= eta (alpha g/(sqrt(vh)+eps) + (1-alpha) Delta).
+    Ablations (Table 4): aggregate_v false (v = 0 each round, corrected by k), alpha 0 (no Delta), decay coupled
+    (lambda x_i is added to g). bias_time global uses t' for both moments, as the authors' code does.
+    """
+
+    aliases: ClassVar = ("fedit_fedadamw",)
+    paper: ClassVar = "FedAdamW: A Communication-Efficient Optimizer for Federated Large Models, Alg. 2 and Alg. 3"
+
+    betas: tuple[float, float] = setting((0.9, 0.999), "decay of the two moments", symbol="beta1, beta2")
+    eps: float = setting(1e-8, "added to the root", symbol="eps")
+    alpha: float = setting(0.5, "weight of the global direction Delta", symbol="alpha")
+    weight_decay: float = setting(0.01, "weight decay", symbol="lambda")
+    blocks: Literal["hessian", "tensor", "elementwise"] = setting(
+        "hessian", "coordinates that share one number of vbar"
+    )
+    form: Literal["alg2", "alg3"] = setting("alg2", "the practical Alg. 2, or Alg. 3 of the analysis")
+    bias_time: Literal["local", "global"] = setting("local", "step count in the first moment's bias correction")
+    decay: Literal["decoupled", "coupled"] = setting("decoupled", "decay the weights, or add lambda x to the gradient")
+    aggregate_v: bool = setting(True, "start v from the server's block means vbar, or from 0")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.alpha <= 1:
+            raise UserError(f"alpha: found {self.alpha}, expected a number in [0, 1]")
+
+    def server_vectors(self) -> Vectors:
+        return {"Delta": "d", "vbar": "B"} if self.aggregate_v else {"Delta": "d"}
+
+    def uploads(self) -> Vectors:
+        return {"d": "d", "vbar": "B"} if self.aggregate_v else {"d": "d"}
+
+    def begin(self, x: Tensor, server: State, clients: State, info: RoundInfo) -> State:
+        v = info.blocks.expand(server["vbar"]) if self.aggregate_v else None
+        return {"x": x.clone(), "m": rows_of(None, x), "v": rows_of(v, x), "Delta": server["Delta"].expand_as(x)}
+
+    def step(self, local: State, g: Tensor, k: int, eta: Tensor, info: RoundInfo) -> None:
+        x, Delta = local["x"], local["Delta"]
+        t = info.index * info.local_steps + k
+        b1, b2 = self.betas if self.form == "alg2" else (0.0, self.betas[1])
+        decay = self.weight_decay if self.form == "alg2" else 0.0
+        if self.decay == "coupled":
+            g, decay = g + decay * x, 0.0
+        update_moments(local, g, (b1, b2))
+        mh = local["m"] / (1 - b1 ** (t if self.bias_time == "global" else k))
+        vh = local["v"] / (1 - b2 ** (t if self.aggregate_v else k))
+        direction = ratio(mh, vh.sqrt_(), self.eps)
+        if self.form == "alg3":
+            direction = self.alpha * direction + (1 - self.alpha) * Delta
+        else:
+            direction = direction + self.alpha * Delta
+        local["x"] -= eta * (direction + decay * x)
+
+    def end(
+        self, local: State, x: Tensor, server: State, clients: State, rows: Rows, info: RoundInfo
+    ) -> tuple[State, State]:
+        vbar = {"vbar": info.blocks.means(local["v"])} if self.aggregate_v else {}
+        return {"d": local["x"] - x, **vbar}, {}
+
+    def aggregate(self, x: Tensor, server: State, reduced: Reduced, info: RoundInfo) -> tuple[Tensor, State]:
+        Delta = -reduced.mean["d"] / reduced.rate_sum
+        vbar = {"vbar": reduced.mean["vbar"]} if self.aggregate_v else {}
+        return x + self.server_lr * reduced.mean["d"], {"Delta": Delta, **vbar}

@@ -1,0 +1,61 @@
+"""LocalAdamW: AdamW from scratch each round on the clients (FedAdamW paper, Alg. 1), with Table 7's aggregations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, State, Vectors, adamw_step, rows_of
+from fedllm.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalAdamW(Algorithm):
+    """m = v = 0 at the start of a round; for k = 1..K:
+    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  mh = m/(1-b1^k);  vh = v/(1-b2^k);
+    x_i -= eta (mh/(sqrt(vh)+eps) + lambda x_i).
+    Server: x += eta_g D.
+
+    With `aggregate` (Table 7) the server's mean of the clients' last m, v, both, or the block means of v starts the
+    next round instead of 0.
+    """
+
+    aliases: ClassVar = ("fedit_adamw",)
+    paper: ClassVar = "FedAdamW: A Communication-Efficient Optimizer for Federated Large Models, Alg. 1 and Table 7"
+
+    betas: tuple[float, float] = setting((0.9, 0.999), "decay of the two moments", symbol="beta1, beta2")
+    eps: float = setting(1e-8, "added to the root", symbol="eps")
+    weight_decay: float = setting(0.01, "decoupled weight decay", symbol="lambda")
+    shared: Literal["none", "m", "v", "vm", "mean_v"] = setting("none", "moments the server averages", key="aggregate")
+    blocks: Literal["hessian", "tensor", "elementwise"] = setting("hessian", "blocks of v under aggregate: mean_v")
+
+    def server_vectors(self) -> Vectors:
+        shared: dict[str, Vectors] = {
+            "none": {}, "m": {"m": "d"}, "v": {"v": "d"}, "vm": {"m": "d", "v": "d"}, "mean_v": {"v": "B"}
+        }  # fmt: skip
+        return shared[self.shared]
+
+    def uploads(self) -> Vectors:
+        return {"d": "d", **self.server_vectors()}
+
+    def begin(self, x: Tensor, server: State, clients: State, info: RoundInfo) -> State:
+        start = dict(server)
+        if self.shared == "mean_v":
+            start["v"] = info.blocks.expand(server["v"])
+        return {"x": x.clone(), "m": rows_of(start.get("m"), x), "v": rows_of(start.get("v"), x)}
+
+    def step(self, local: State, g: Tensor, k: int, eta: Tensor, info: RoundInfo) -> None:
+        adamw_step(local, g, k, eta, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+    def end(
+        self, local: State, x: Tensor, server: State, clients: State, rows: Rows, info: RoundInfo
+    ) -> tuple[State, State]:
+        upload = {"d": local["x"] - x}
+        for name, length in self.server_vectors().items():
+            upload[name] = info.blocks.means(local[name]) if length == "B" else local[name]
+        return upload, {}
+
+    def aggregate(self, x: Tensor, server: State, reduced: Reduced, info: RoundInfo) -> tuple[Tensor, State]:
+        return x + self.server_lr * reduced.mean["d"], {name: reduced.mean[name] for name in server}

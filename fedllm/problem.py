@@ -1,0 +1,114 @@
+"""What a federated problem is: a supplier of gradients for rows of parameters; and quadratics, to test with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedllm.blocks import BlockPartition
+from fedllm.random import torch_rng
+
+
+class Problem(ABC):
+    """N clients, each with its own objective over the same d parameters.
+
+    dim: d. num_clients: N. blocks: the partition of the coordinates, or None for one block a coordinate.
+    """
+
+    dim: int
+    num_clients: int
+    blocks: BlockPartition | None = None
+
+    @abstractmethod
+    def initial(self) -> Tensor:
+        """The starting point x0 [d]."""
+
+    @abstractmethod
+    def gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> Tensor:
+        """Stochastic gradients [C, d]: row c is client clients[c]'s at X[c]. X [C, d] is not changed."""
+
+    def loss_and_gradient(
+        self, X: Tensor, clients: Sequence[int], round: int, step: int
+    ) -> tuple[Tensor | None, Tensor]:
+        """Mini-batch losses [C], or None where the problem has none to tell, and gradients [C, d]."""
+        return None, self.gradient(X, clients, round, step)
+
+    def steps(self, clients: Sequence[int], round: int) -> Tensor | None:
+        """Local steps [C] of each client (at least 1), or None: all take the federation's number."""
+        return None
+
+    def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
+        """Gradients [C, d] of the clients' whole objectives at x [d]."""
+        raise NotImplementedError(f"{type(self).__name__} has no full_gradient, which tracking_init: gradient needs")
+
+    def sizes(self, clients: Sequence[int]) -> Tensor:
+        """Samples [C] that the clients hold, for `weights: size`."""
+        return torch.ones(len(clients))
+
+
+class QuadraticProblem(Problem):
+    """f_i(x) = 0.5 (x - a_i)' H_i (x - a_i), with exact gradients or gradients under Gaussian noise.
+
+    H [N, d, d] symmetric positive definite, a [N, d], both in the dtype the runs will have. noise: standard deviation
+    of the noise of each coordinate, drawn from (seed, round, client, step).
+    """
+
+    def __init__(
+        self,
+        H: Tensor,
+        a: Tensor,
+        *,
+        x0: Tensor | None = None,
+        noise: float = 0.0,
+        seed: int = 0,
+        local_steps: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+        blocks: BlockPartition | None = None,
+    ) -> None:
+        self.H, self.a, self.noise, self.seed, self.blocks = H, a, noise, seed, blocks
+        self.num_clients, self.dim = a.shape
+        self._x0 = torch.zeros_like(a[0]) if x0 is None else x0
+        self._steps = None if local_steps is None else torch.as_tensor(local_steps)
+        self._sizes = torch.ones(self.num_clients) if sizes is None else torch.as_tensor(sizes)
+
+    @classmethod
+    def random(
+        cls, num_clients: int, dim: int, *, seed: int = 0, spread: float = 1.0, noise: float = 0.0
+    ) -> QuadraticProblem:
+        """Random well-conditioned quadratics (float64) whose minimisers lie `spread` apart."""
+        rng = torch_rng(seed, "quadratic")
+        root = torch.randn(num_clients, dim, dim, generator=rng, dtype=torch.float64) / dim**0.5
+        H = root @ root.mT + 0.5 * torch.eye(dim, dtype=torch.float64)
+        a = spread * torch.randn(num_clients, dim, generator=rng, dtype=torch.float64)
+        return cls(H, a, noise=noise, seed=seed)
+
+    def optimum(self) -> Tensor:
+        """The minimiser [d] of mean_i f_i."""
+        return torch.linalg.solve(self.H.mean(0), (self.H @ self.a[..., None]).mean(0)[..., 0])
+
+    def initial(self) -> Tensor:
+        return self._x0.clone()
+
+    def gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> Tensor:
+        index = torch.as_tensor(clients)
+        g = torch.einsum("cij,cj->ci", self.H[index], X - self.a[index])
+        if self.noise:
+            rows = [
+                torch.randn(self.dim, generator=torch_rng(self.seed, "noise", round, int(c), step), dtype=X.dtype)
+                for c in clients
+            ]
+            g = g + self.noise * torch.stack(rows)
+        return g
+
+    def steps(self, clients: Sequence[int], round: int) -> Tensor | None:
+        return None if self._steps is None else self._steps[torch.as_tensor(clients)]
+
+    def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
+        index = torch.as_tensor(clients)
+        return torch.einsum("cij,cj->ci", self.H[index], x - self.a[index])
+
+    def sizes(self, clients: Sequence[int]) -> Tensor:
+        return self._sizes[torch.as_tensor(clients)]
