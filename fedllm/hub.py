@@ -24,7 +24,9 @@ def package_path(name: str) -> Path:
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"{name}: the Python package '{module}' is not installed; run: pip install {module.replace('_', '-')}")
+        raise UserError(
+            f"{name}: the Python package '{module}' is not installed; run: pip install {module.replace('_', '-')}"
+        )
     root = Path(next(iter(spec.submodule_search_locations))).resolve()
     path = (root / inside).resolve()
     if not path.is_relative_to(root) or not path.exists():

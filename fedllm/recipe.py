@@ -1,0 +1,286 @@
+"""A recipe: YAML and key=value overrides in, frozen dataclasses out. These dataclasses are the only description of a setting."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fedllm.algorithms import Algorithm, algorithm_class, load_algorithm
+from fedllm.errors import UserError
+from fedllm.settings import build, describe, keys, nearest, setting
+
+
+@dataclass(frozen=True)
+class Model:
+    """The frozen base model."""
+
+    name: str = setting("openai-community/gpt2", "hub id, folder, or package:<module>")
+    pretrained: bool = setting(True, "load its weights; false asks for a random start")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of the frozen weights")
+    quantize: Literal["none", "4bit", "8bit"] = setting("none", "bitsandbytes quantisation of the frozen weights")
+    dropout: float | None = setting(None, "rate of the model's own dropout layers; null = the model's own rates")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapter."""
+
+    rank: int = setting(16, "rank r")
+    alpha: float = setting(32.0, "scale: the adapter counts alpha/r")
+    dropout: float = setting(0.0, "dropout on the adapter's input")
+    targets: list[str] = setting(["query", "value"], "roles that get an adapter: query, key, value, output")
+
+
+@dataclass(frozen=True)
+class Data:
+    """The task: a known name, or your own files."""
+
+    name: str | None = setting(None, "glue/<task>, 20newsgroups, a folder of text files, or package:<module>/<folder>")
+    train: str | None = setting(None, "your own training file: CSV, JSON lines or parquet")
+    validation: str | None = setting(None, "your own validation file; without one, `holdout` of train is held out")
+    text: list[str] | None = setting(None, "columns of the text, one or two, of your own files")
+    label: str | None = setting(None, "column of the label of your own files")
+    max_length: int = setting(128, "tokens beyond this are cut")
+    holdout: float = setting(0.2, "fraction of train held out where there is no validation split")
+    holdout_seed: int = setting(0, "seed of the hold-out")
+    max_train: int | None = setting(None, "use at most so many training samples")
+    max_validation: int | None = setting(None, "use at most so many validation samples")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How the training samples are shared over the clients."""
+
+    scheme: Literal["dirichlet_classes", "dirichlet_clients", "iid", "by_column", "shards"] = setting(
+        "dirichlet_classes", "rule of the split"
+    )
+    alpha: float = setting(0.1, "concentration of the Dirichlet distribution; small = very non-IID")
+    clients: int | None = setting(100, "number of clients N")
+    seed: int = setting(0, "seed of the split, apart from run.seed")
+    min_size: int = setting(1, "fewest samples that a client may have")
+    column: str | None = setting(None, "column of scheme by_column: one client a value")
+    shards_per_client: int = setting(2, "shards a client gets under scheme shards")
+    file: str | None = setting(None, "a partition file; the other keys of this section are then taken from it")
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The rounds."""
+
+    rounds: int = setting(100, "number of rounds T")
+    clients_per_round: int = setting(10, "clients sampled each round S")
+    tracked_per_round: int | None = setting(None, "sampled clients that send their tracking vector; null = all S")
+    min_clients: int = setting(1, "accepted uploads below which the run stops")
+
+    def __post_init__(self) -> None:
+        _positive(self, "rounds", "clients_per_round", "min_clients")
+
+
+@dataclass(frozen=True)
+class Local:
+    """A client's work in a round."""
+
+    epochs: int | None = setting(None, "passes over the client's data (1 where steps is not given either)")
+    steps: int | None = setting(None, "local steps K, instead of epochs; a small client reshuffles and goes on")
+    batch_size: int = setting(32, "samples a step; a client with fewer uses what it has")
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.steps is not None:
+            raise UserError(f"steps: found both epochs={self.epochs} and steps={self.steps}, expected one of them")
+        _positive(self, "epochs", "steps", "batch_size")
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluation on the whole validation split."""
+
+    every: int = setting(1, "rounds between evaluations; the last round is always evaluated")
+    target: dict[str, float] | None = setting(None, "metric: value to reach, for rounds-to-target")
+    stop_at_target: bool = setting(False, "end the run when the target is reached")
+
+    def __post_init__(self) -> None:
+        _positive(self, "every")
+
+
+@dataclass(frozen=True)
+class Run:
+    """How and where it runs; nothing here but seed, precision and cohort touches a number, and cohort only its rounding."""
+
+    seed: int = setting(0, "seed of every draw but the partition's")
+    dir: str | None = setting(None, "run folder; null = runs/<recipe>-s<seed>")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto = a GPU where there is one")
+    precision: Literal["auto", "float32", "bfloat16"] = setting("auto", "autocast dtype; auto = bfloat16 where it is fast")
+    threads: int | None = setting(None, "CPU threads; null = every core this process may use")
+    cohort: int | Literal["auto"] = setting("auto", "clients trained together")
+    slices: int | Literal["auto"] = setting("auto", "length-sorted slices a batch is cut into")
+    checkpoint_every: int = setting(10, "rounds between checkpoints")
+    resume: Literal["auto", "never"] = setting("auto", "auto = go on from the run folder's last good checkpoint")
+    local_hub: str | None = setting(None, "folder with models/ and datasets/; null = FEDLLM_LOCAL_HUB")
+
+    def __post_init__(self) -> None:
+        _positive(self, "threads", "cohort", "slices", "checkpoint_every")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the simulated run time assumes."""
+
+    bandwidth_mbit: float = setting(100.0, "bandwidth of a client's link, Mbit/s")
+
+    def __post_init__(self) -> None:
+        _positive(self, "bandwidth_mbit")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A resolved recipe. `algorithm` is the section as given, defaults filled in; `load` makes the object."""
+
+    name: str
+    algorithm: dict[str, Any]
+    model: Model
+    lora: Lora
+    data: Data
+    partition: Partition
+    federation: Federation
+    local: Local
+    eval: Eval
+    run: Run
+    costs: Costs
+
+    def load_algorithm(self) -> Algorithm:
+        """The algorithm object of the `algorithm:` section."""
+        settings = {key: value for key, value in self.algorithm.items() if key != "name"}
+        return load_algorithm(self.algorithm["name"], **settings)
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Plain data, section by section, every default filled in."""
+        return {name: _plain(getattr(self, name)) for name in _SECTIONS}
+
+    def yaml(self) -> str:
+        """The resolved recipe as YAML that load_recipe reads back."""
+        return str(yaml.safe_dump(self.sections(), sort_keys=False, default_flow_style=None, width=100))
+
+
+SECTION_TYPES: dict[str, type] = {
+    "model": Model, "lora": Lora, "data": Data, "partition": Partition, "federation": Federation,
+    "local": Local, "eval": Eval, "run": Run, "costs": Costs,
+}  # fmt: skip
+_SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file, with overrides "section.key=value" on top.
+
+    A file may say `extends: other.yaml` (beside it) and give only what differs.
+    Raises UserError naming file, key, what was found and what was expected, before any model is loaded.
+    """
+    path = Path(path)
+    values = _read(path, ())
+    for override in overrides:
+        _apply(values, override)
+    where = str(path)
+    for section in values:
+        if section not in _SECTIONS:
+            known = nearest(str(section), _SECTIONS)
+            raise UserError(f"{where}: unknown section '{section}'{known}; known sections: {', '.join(_SECTIONS)}")
+        if not isinstance(values[section], Mapping):
+            raise UserError(f"{where}: {section}: found {values[section]!r}, expected keys and values")
+    algorithm = _algorithm(values.get("algorithm", {}), where)
+    sections = {name: build(cls, values.get(name, {}), f"{where}: {name}") for name, cls in SECTION_TYPES.items()}
+    if sections["data"].name is None and sections["data"].train is None:
+        raise UserError(f"{where}: data.name: missing; expected a data set's name, or data.train with data.text, data.label")
+    return Recipe(name=path.stem, algorithm=algorithm, **sections)
+
+
+def _algorithm(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if "name" not in values:
+        raise UserError(f"{where}: algorithm.name: missing; expected an algorithm, for example fadamgc")
+    name = str(values["name"])
+    settings = {key: value for key, value in values.items() if key != "name"}
+    algorithm = load_algorithm(name, where=f"{where}: algorithm", **settings)
+    filled = {key: getattr(algorithm, field) for key, field in keys(algorithm_class(name)).items()}
+    return {"name": name, **_plain(filled)}
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.yaml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise UserError(f"{path}: no such recipe file{hint}")
+    if path.resolve() in seen:
+        raise UserError(f"{path}: extends itself through {' -> '.join(str(file) for file in seen)}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not readable as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: found {type(values).__name__}, expected sections such as model: and algorithm:")
+    parent = values.pop("extends", None)
+    if parent is None:
+        return values
+    return _merge(_read(path.parent / str(parent), (*seen, path.resolve())), values)
+
+
+def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """`top` over `base`, section by section and key by key."""
+    merged = dict(base)
+    for section, values in top.items():
+        both = isinstance(values, Mapping) and isinstance(merged.get(section), Mapping)
+        merged[section] = {**merged[section], **values} if both else values
+    return merged
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and section and name):
+        raise UserError(f"override '{override}': expected section.key=value, for example algorithm.lr=3e-4")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"override '{override}': the value is not readable as YAML: {error}") from error
+    current = values.get(section)
+    values[section] = {**(current if isinstance(current, Mapping) else {}), name: value}
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and tuples as YAML's own types."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {key: _plain(getattr(value, name)) for key, name in keys(type(value)).items()}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _positive(section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        if isinstance(value, int | float) and not value > 0:
+            raise UserError(f"{name}: found {value}, expected a positive number")
+
+
+def help_text() -> str:
+    """Every key of a recipe, its type, default and meaning, from the dataclasses."""
+    lines = []
+    for section, cls in SECTION_TYPES.items():
+        lines.append(f"{section}: {(cls.__doc__ or '').splitlines()[0]}")
+        defaults = cls()
+        for field in dataclasses.fields(cls):
+            kind = describe(_hint(cls, field.name))
+            default = "null" if (value := getattr(defaults, field.name)) is None else value
+            lines.append(f"  {section}.{field.name:<18} {field.metadata['help']}  [{kind}; default {default}]")
+        lines.append("")
+    lines.append("algorithm: name, lr, server_lr, ...: see `fedllm algorithms` and `fedllm algorithms NAME`")
+    return "\n".join(lines)
+
+
+def _hint(cls: type, name: str) -> Any:
+    from typing import get_type_hints
+
+    return get_type_hints(cls)[name]

@@ -1,0 +1,63 @@
+"""All trainable parameters of a model as ONE flat vector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ParameterSpace:
+    """Names and shapes of the trainable parameters, in the order of the model's named_parameters, task head included."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, named: nn.Module | Iterable[tuple[str, Tensor]]) -> ParameterSpace:
+        """The space of a module's trainable parameters, or of given (name, tensor) pairs."""
+        pairs = list(_trainable(named)) if isinstance(named, nn.Module) else list(named)
+        return cls(tuple(name for name, _ in pairs), tuple(tuple(value.shape) for _, value in pairs))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Values of each parameter."""
+        return [prod(shape) for shape in self.shapes]
+
+    @property
+    def dim(self) -> int:
+        """d, the length of the flat vector."""
+        return sum(self.sizes)
+
+    def views(self, X: Tensor) -> dict[str, Tensor]:
+        """{name: [C, *shape]} as views into X [C, d]; differentiable, at the cost of one concatenation for all."""
+        parts = X.split(self.sizes, dim=1)
+        return {
+            name: part.unflatten(1, shape) if shape else part[:, 0]
+            for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
+        }
+
+    def gather(self, module: nn.Module, *, grad: bool = False) -> Tensor:
+        """The module's trainable values, or their gradients (zeros where there is none), as one vector [d]."""
+        values = dict(module.named_parameters())
+        tensors = [values[name].grad if grad else values[name].detach() for name in self.names]
+        flat = [
+            torch.zeros(size, device=values[name].device) if tensor is None else tensor.detach().reshape(-1)
+            for name, size, tensor in zip(self.names, self.sizes, tensors, strict=True)
+        ]
+        return torch.cat(flat)
+
+    @torch.no_grad()
+    def scatter(self, module: nn.Module, x: Tensor) -> None:
+        """Writes x [d] into the module's trainable parameters."""
+        values = dict(module.named_parameters())
+        for name, part in self.views(x[None]).items():
+            values[name].copy_(part[0])
+
+
+def _trainable(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return ((name, value) for name, value in module.named_parameters() if value.requires_grad)
