@@ -1,0 +1,75 @@
+"""The labels of a table as class ids or regression targets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedllm.errors import UserError
+from fedllm.tables import Table
+
+KEY = "data.label"
+
+
+@dataclass(frozen=True)
+class Coding:
+    """What the values of a label column stand for.
+
+    names: the classes in the order of their ids, () for a regression.
+    declared: the values are the ids, as the data set declares them; otherwise they are the classes' names.
+    """
+
+    names: tuple[str, ...]
+    declared: bool = False
+
+    def encode(self, table: Table, label: str) -> np.ndarray:
+        """A column as int64 ids or float32 targets [n]. Raises UserError naming the first row that does not fit."""
+        values = table.column(label, KEY)
+        if not self.names:
+            codes = [float(v) if type(v) in (int, float) and math.isfinite(v) else None for v in values]
+            expected = "a finite number"
+        elif self.declared:
+            codes = [v if type(v) is int and 0 <= v < len(self.names) else None for v in values]
+            expected = f"a class from 0 to {len(self.names) - 1} (data sets mark unlabelled rows by -1)"
+        else:
+            ids = {name: index for index, name in enumerate(self.names)}
+            codes = [ids.get(_class_name(v)) for v in values]
+            shown = ", ".join(self.names[:20]) + (", ..." if len(self.names) > 20 else "")
+            expected = f"a class of the training split: {shown}"
+        if None in codes:
+            row = codes.index(None)
+            raise UserError(
+                f"{table.source}, row {row + 1}, column '{label}': found {values[row]!r}, expected {expected}"
+            )
+        return np.array(codes, np.int64 if self.names else np.float32)
+
+
+def learn_coding(table: Table, label: str) -> Coding:
+    """The coding of a label column that declares no classes.
+
+    Its sorted distinct values are the classes, unless they are numbers and not all whole, which makes a regression.
+    Raises UserError for values of mixed or other types, for a single class, and for a column that cannot be of classes.
+    """
+    values = table.column(label, KEY)
+    where = f"{table.source}, column '{label}'"
+    kinds = {type(value) for value in values}
+    numeric = kinds <= {int, float}
+    if not numeric and kinds not in ({str}, {bool}):
+        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise UserError(f"{where}: found values of type {found}; expected text, whole numbers or numbers")
+    if numeric and not all(float(value).is_integer() for value in values):
+        return Coding(())
+    names = tuple(map(_class_name, sorted(set(values))))
+    if len(names) < 2:
+        raise UserError(f"{where}: every row has the label '{names[0]}'; expected two classes or more")
+    if len(values) >= 100 and len(names) > len(values) / 2:
+        raise UserError(f"{where}: {len(names)} classes in {len(values)} rows; {KEY} must name a column of classes")
+    return Coding(names)
+
+
+def _class_name(value: Any) -> str:
+    """A label as its class is named. 1, 1.0 and "1" are one class, so that the splits may be of different formats."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

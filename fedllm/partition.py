@@ -1,0 +1,204 @@
+"""Which training samples each client of a task holds: newly drawn, or from a partition file and verified."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedllm.errors import UserError
+from fedllm.recipe import Partition
+from fedllm.schemes import partition, stratify, summary
+from fedllm.settings import build, nearest
+
+if TYPE_CHECKING:
+    from fedllm.data import Task
+
+__all__ = [
+    "PartitionFile",
+    "get_partition",
+    "partition",
+    "partition_name",
+    "read_partition",
+    "stratify",
+    "summary",
+    "write_partition",
+]
+
+FORMAT = "fedllm-partition-1"
+LISTED = 20_000  # samples up to which a partition file lists them; beyond, they are drawn again and checked by digest
+
+SHORT = {"dirichlet_classes": "dir", "dirichlet_clients": "dirc", "iid": "iid", "shards": "shards", "by_column": "by_"}
+KEYS = {  # the keys of the recipe's section that each scheme reads
+    "dirichlet_classes": ("clients", "alpha", "seed", "min_size"),
+    "dirichlet_clients": ("clients", "alpha", "seed", "min_size"),
+    "iid": ("clients", "seed", "min_size"),
+    "shards": ("clients", "shards_per_client", "seed", "min_size"),
+    "by_column": ("clients", "column", "min_size"),
+}
+
+
+def get_partition(settings: Partition, task: Task) -> list[np.ndarray]:
+    """The training samples of each client that a recipe's `partition:` section asks for: its file's, or newly drawn."""
+    return read_partition(settings.file, task) if settings.file else _draw(settings, task)
+
+
+def partition_name(settings: Partition, task: Task) -> str:
+    """A file name from what decides the partition, for example "qqp_dir0.1_n100_s0.json"."""
+    keys = KEYS[settings.scheme]
+    strength = {
+        "alpha": f"{settings.alpha:g}",
+        "shards_per_client": settings.shards_per_client,
+        "column": settings.column,
+    }
+    scheme = SHORT[settings.scheme] + "".join(str(strength[key]) for key in keys if key in strength)
+    parts = [task.name.removeprefix("glue/"), scheme]
+    if "seed" in keys:
+        parts += [f"n{settings.clients}", f"s{settings.seed}"]
+    if settings.min_size != 1:
+        parts.append(f"m{settings.min_size}")
+    return re.sub(r"[^\w.-]+", "-", "_".join(parts)) + ".json"
+
+
+@dataclass(frozen=True)
+class PartitionFile:
+    """A partition file's content.
+
+    fingerprint: of the training split. partition: the recipe section that drew it. digest: sha256 of the index lists.
+    indices: the lists themselves, one text of ranges a client ("0-3 7 9-12"), or null where there are many.
+    numpy: the version that drew it; only needed to explain why a newer one may draw otherwise.
+    """
+
+    format: str
+    dataset: str
+    fingerprint: str
+    num_samples: int
+    partition: dict[str, Any]
+    sizes: list[int]
+    digest: str
+    numpy: str
+    indices: list[str] | None
+
+
+def write_partition(path: str | Path, parts: Sequence[np.ndarray], settings: Partition, task: Task) -> None:
+    """Writes `parts`, which `settings` drew for `task`, to a partition file, whole or not at all."""
+    path = Path(path)
+    content = PartitionFile(
+        format=FORMAT,
+        dataset=task.name,
+        fingerprint=task.fingerprint,
+        num_samples=len(task.train),
+        partition={key: getattr(settings, key) for key in ("scheme", *KEYS[settings.scheme])},
+        sizes=list(map(len, parts)),
+        digest=_digest(parts),
+        numpy=np.__version__,
+        indices=list(map(_to_ranges, parts)) if sum(map(len, parts)) <= LISTED else None,
+    )
+    lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in asdict(content).items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read_partition(path: str | Path, task: Task) -> list[np.ndarray]:
+    """The index lists of a partition file, verified to be for this task's training split and as they were written.
+
+    Raises UserError naming the file and the field that is missing, ill-typed or does not match.
+    """
+    file = _parse(Path(path))
+    _match(path, "format", file.format, FORMAT, "this version of fedllm cannot read it")
+    other_data = f"made for '{file.dataset}' as it was then, not for the recipe's '{task.name}'; check the keys of data"
+    _match(path, "num_samples", file.num_samples, len(task.train), other_data)
+    _match(path, "fingerprint", file.fingerprint, task.fingerprint, other_data)
+    if file.indices is None:
+        parts = _draw(build(Partition, file.partition, f"{path}: partition"), task)
+        altered = (
+            f"the file was altered, or numpy {np.__version__} draws otherwise than numpy {file.numpy}, which wrote it"
+        )
+    else:
+        parts = [_from_ranges(path, text, len(task.train)) for text in file.indices]
+        altered = "the file was altered"
+    altered += "; write it again with `fedllm partition`"
+    _match(path, "sizes", [len(samples) for samples in parts], file.sizes, altered)
+    _match(path, "digest", _digest(parts), file.digest, altered)
+    return parts
+
+
+def _draw(settings: Partition, task: Task) -> list[np.ndarray]:
+    column = None
+    if settings.scheme == "by_column":
+        columns = task.train.columns
+        if settings.column not in columns:
+            raise UserError(
+                f"partition.column={settings.column}: the training split of '{task.name}' has no such column"
+                f"{nearest(str(settings.column), list(columns))}; its columns: {', '.join(columns) or 'none'}"
+            )
+        column = columns[settings.column]
+    return partition(
+        task.train.labels,
+        scheme=settings.scheme,
+        clients=settings.clients,
+        alpha=settings.alpha,
+        seed=settings.seed,
+        min_size=settings.min_size,
+        regression=task.regression,
+        column=column,
+        shards_per_client=settings.shards_per_client,
+    )
+
+
+def _parse(path: Path) -> PartitionFile:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"partition.file={path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not a partition file: {error}") from error
+    known = values if isinstance(values, dict) else {}
+    if missing := [field.name for field in fields(PartitionFile) if field.name not in known]:
+        raise UserError(f"{path}: not a partition file: the field '{missing[0]}' is missing")
+    return build(PartitionFile, known, str(path))
+
+
+def _match(path: str | Path, field: str, found: Any, expected: Any, why: str) -> None:
+    if found != expected:
+        raise UserError(f"{path}: {field}: found {_short(found)}, expected {_short(expected)}: {why}")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 70 else text[:67] + "..."
+
+
+def _digest(parts: Sequence[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for samples in parts:
+        digest.update(np.array([len(samples)], "<i8").tobytes() + samples.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _to_ranges(samples: np.ndarray) -> str:
+    """Sorted indices as text: [0, 1, 2, 5] -> "0-2 5"."""
+    runs = np.split(samples, np.flatnonzero(np.diff(samples) > 1) + 1) if len(samples) else []
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _from_ranges(path: str | Path, text: str, n: int) -> np.ndarray:
+    samples: list[int] = []
+    for word in text.split():
+        first, _, last = word.partition("-")
+        if not re.fullmatch(r"\d+(-\d+)?", word) or int(last or first) >= n:
+            raise UserError(f"{path}: indices: found '{word}', expected indices below {n} such as '7' or '9-12'")
+        samples.extend(range(int(first), int(last or first) + 1))
+    return np.array(samples, np.int64)

@@ -1,0 +1,181 @@
+"""Tables and folders of text files as plain columns. Files are only parsed: nothing in them runs, nothing is cached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pa_parquet
+
+from fedllm.errors import UserError
+from fedllm.settings import nearest
+
+Columns = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Named columns of equal length. Errors count rows from 1 and leave a header line out.
+
+    source: what errors call it. classes: names of the classes of integer columns whose file declares them.
+    notes: what reading changed, for the user to know.
+    """
+
+    source: str
+    columns: Columns
+    classes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), []))
+
+    def column(self, name: str, key: str) -> list[Any]:
+        """The values of a column, all present. `key`: the recipe key that names it.
+
+        Raises UserError if the table lacks the column, or a row of it is empty.
+        """
+        if name not in self.columns:
+            raise UserError(
+                f"{key}: {self.source} has no column '{name}'{nearest(name, list(self.columns))}; "
+                f"its columns: {', '.join(self.columns)}"
+            )
+        values = self.columns[name]
+        if None in values:
+            raise UserError(
+                f"{self.source}, row {values.index(None) + 1}, column '{name}': the value is missing; "
+                f"fill it in or drop the row"
+            )
+        return values
+
+    def without(self, *names: str) -> Columns:
+        """The other columns."""
+        return {name: values for name, values in self.columns.items() if name not in names}
+
+    def texts(self, name: str) -> list[str]:
+        """A column of text. Raises UserError naming the first row that is missing or not text."""
+        values = self.column(name, "data.text")
+        for row, value in enumerate(values, 1):
+            if type(value) is not str:
+                raise UserError(
+                    f"{self.source}, row {row}, column '{name}': found {value!r} ({type(value).__name__}), "
+                    f"expected text; data.text names the columns to read"
+                )
+            if not value.isascii() and value.encode("utf-8", "replace").decode() != value:
+                raise UserError(f"{self.source}, row {row}, column '{name}': found {value!r}, half of a surrogate pair")
+        return values
+
+
+def read_table(path: Path, text: Sequence[str] = ()) -> Table:
+    """A .csv, .tsv, .json, .jsonl or .parquet file, or a folder with one folder of .txt files per class.
+
+    CSV: UTF-8, a header line, then rows; an unquoted empty cell is missing; a column whose every cell is a number holds
+    numbers, unless `text` names it. JSON: one object a line, or one list of objects.
+    Raises UserError for another kind of file, one that does not parse, and one without rows.
+    """
+    if path.is_dir():
+        return _read_class_folders(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file or folder")
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(f"{path}: cannot read '{path.suffix}' files; expected one of {', '.join(READERS)}")
+    if not path.stat().st_size:
+        raise UserError(f"{path}: the file is empty")
+    try:
+        columns = reader(path, text)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    except (ValueError, OSError, pa.ArrowException) as error:
+        raise UserError(f"{path}: not a readable {path.suffix} file: {error}") from error
+    table = Table(str(path), columns)
+    if not len(table):
+        raise UserError(f"{path}: the file holds no rows")
+    return table
+
+
+def _columns(table: pa.Table) -> Columns:
+    names = table.column_names
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"column '{repeated[0]}' is there more than once")
+    columns: Columns = table.to_pydict()
+    return columns
+
+
+def _read_csv(path: Path, text: Sequence[str]) -> Columns:
+    whole_file = min(path.stat().st_size + 1, 2**31 - 1)  # one block: a column's type is known only at its last row
+    return _columns(
+        pa_csv.read_csv(
+            path,
+            pa_csv.ReadOptions(block_size=whole_file),
+            pa_csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True),
+            pa_csv.ConvertOptions(
+                column_types=dict.fromkeys(text, pa.string()),
+                null_values=[""],
+                strings_can_be_null=True,
+                quoted_strings_can_be_null=False,
+            ),
+        )
+    )
+
+
+def _read_json(path: Path, _: Sequence[str]) -> Columns:
+    content = path.read_text(encoding="utf-8-sig")
+    if content.lstrip().startswith("["):
+        records = json.loads(content)
+    else:
+        records = []
+        for number, line in enumerate(content.split("\n"), 1):
+            if line.strip():
+                try:
+                    records.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
+    for row, record in enumerate(records, 1):
+        if not isinstance(record, dict):
+            raise ValueError(f"row {row} is {record!r}, expected an object of column names and values")
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: [record.get(name) for record in records] for name in names}
+
+
+def _read_parquet(path: Path, _: Sequence[str]) -> Columns:
+    return _columns(pa_parquet.ParquetFile(path).read())
+
+
+READERS: dict[str, Callable[[Path, Sequence[str]], Columns]] = {
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".json": _read_json,
+    ".jsonl": _read_json,
+    ".parquet": _read_parquet,
+}
+
+
+def _read_class_folders(folder: Path) -> Table:
+    """`folder/<class>/*.txt` as columns text, label, file; UTF-8, else Latin-1.
+
+    A text that repeats an earlier one, blank edges aside, is dropped: it could else be both trained and validated on.
+    """
+    kept: dict[str, Path] = {}
+    files = sorted(folder.glob("*/*.txt"))
+    for file in files:
+        content = file.read_bytes()
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            text = content.decode("latin-1")
+        kept.setdefault("\n".join(text.splitlines()).strip(), file)
+    if not kept:
+        raise UserError(f"{folder}: expected one folder per class with .txt files in it, found none")
+    columns: Columns = {
+        "text": list(kept),
+        "label": [file.parent.name for file in kept.values()],
+        "file": [file.relative_to(folder).as_posix() for file in kept.values()],
+    }
+    dropped = len(files) - len(kept)
+    notes = (f"{folder.name}: dropped {dropped} of {len(files)} files whose text repeats another's",) if dropped else ()
+    return Table(str(folder), columns, notes=notes)

