@@ -1,0 +1,142 @@
+"""The blocks of every tensor by its role: the layer it belongs to and where that stands, never what a name contains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from .attention import Attention, RoleError, features, find_attention, is_conv1d, is_inside
+from .layout import Run, Tile, whole
+from .wrappers import LAYER, Place, find_places, is_wrapper, modules_by_path, unwrap
+
+FUSED = "query, key, value"
+OUTPUT = "attention output"
+UNKNOWN = "unknown"
+_BY_ROW = ("lora_A", "lora_embedding_A", "lora_embedding_B")
+_MULTIHEAD = {"in_proj_weight": FUSED, "q_proj_weight": "query", "k_proj_weight": "key", "v_proj_weight": "value"}
+_ADVICE = "pass unknown='tensor' to give every weight without a role one block"
+
+
+def role_tiles(model: nn.Module, shapes: dict[str, torch.Size], unknown: str) -> list[Tile]:
+    """The blocks of each named parameter, in order.
+
+    Raises RoleError naming the weights that have no role (unknown='error'), or what find_attention could not tell.
+    """
+    roles = Roles.of(model, unknown)
+    tiles = {name: roles.tile(name, shape) for name, shape in shapes.items()}
+    if unknown == "error":
+        _refuse((name, shapes[name]) for name, tile in tiles.items() if tile.role == UNKNOWN)
+    return list(tiles.values())
+
+
+def _refuse(strangers: Iterable[tuple[str, torch.Size]]) -> None:
+    listed = [f"{name} {list(shape)}" for name, shape in strangers]
+    if listed:
+        more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+        raise RoleError(f"no known role, so no blocks, for {', '.join(listed[:5])}{more}: {_ADVICE}")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What a model's module tree says of its layers.
+
+    projections: layer path -> its role in an attention, and that attention.
+    attentions: paths inside which a linear layer that is no known projection has no role.
+    """
+
+    modules: dict[str, nn.Module]
+    places: dict[str, Place]
+    projections: dict[str, tuple[str, Attention]]
+    attentions: list[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, unknown: str) -> Roles:
+        """Resolve a model. If its attention cannot be, unknown='tensor' leaves every linear layer without a role."""
+        modules = modules_by_path(model)
+        places = find_places(modules)
+        try:
+            found = find_attention(model)
+        except RoleError as error:
+            if unknown == "error":
+                raise RoleError(f"{error}; {_ADVICE}") from None
+            return cls(modules, places, {}, [""])
+        projections: dict[str, tuple[str, Attention]] = {}
+        for attention in found:
+            inputs = (FUSED, FUSED, FUSED) if attention.fused else ("query", "key", "value")
+            paths = (attention.query, attention.key, attention.value, attention.output)
+            projections |= {path: (role, attention) for path, role in zip(paths, (*inputs, OUTPUT), strict=True)}
+        return cls(modules, places, projections, [attention.name for attention in found])
+
+    def tile(self, name: str, shape: torch.Size) -> Tile:
+        """The blocks of one tensor; one block, of role UNKNOWN, where its role cannot be told."""
+        if len(shape) < 2:
+            return whole(name, "vector", shape.numel())
+        tile = self._matrix_tile(name, shape) if len(shape) == 2 else None
+        # A tile that does not cover its tensor: an adapter or a packed weight in an unfamiliar shape.
+        if tile is None or tile.dim != shape.numel():
+            return whole(name, UNKNOWN, shape.numel())
+        return tile
+
+    def _matrix_tile(self, name: str, shape: torch.Size) -> Tile | None:
+        path, _, leaf = name.rpartition(".")
+        module, place = self.modules[path], self.places[path]
+        part = leaf if is_wrapper(module) else place.part
+        role, attention = self._layer_role(place.owner)
+        if part in _BY_ROW:
+            return _tile(name, f"{role} {part}", _neurons(role, None, shape[0]), shape)
+        if role == UNKNOWN:
+            return None
+        if part == "lora_B":
+            return _tile(name, f"{role} {part}", _neurons(role, attention, shape[0]), shape)
+        if part != LAYER:
+            return None
+        if isinstance(module, nn.MultiheadAttention):
+            role = _MULTIHEAD[leaf]  # it has no other matrix of its own
+        elif leaf != "weight" or shape != _weight_shape(module):
+            return None
+        transposed = is_conv1d(module)
+        return _tile(name, role, _neurons(role, attention, shape[1 if transposed else 0]), shape, transposed)
+
+    def _layer_role(self, owner: str) -> tuple[str, Attention | None]:
+        """The role of the layer at a path, with its attention if it is a projection of one."""
+        if owner in self.projections:
+            return self.projections[owner]
+        layer = unwrap(self.modules[owner])
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            return "embedding", None
+        if features(layer) is None or any(is_inside(owner, attention) for attention in self.attentions):
+            return UNKNOWN, None
+        return "linear", None
+
+
+def _neurons(role: str, attention: Attention | None, count: int) -> tuple[Run, ...]:
+    """The blocks of a layer's `count` output neurons, widths in neurons: heads in query and key, else single ones."""
+    if attention is None or role not in ("query", "key", FUSED):
+        return (Run("row", count, 1),)
+    query = Run("head", attention.num_heads, attention.head_dim)
+    key = Run("head", attention.num_kv_heads, attention.head_dim)
+    if role != FUSED:
+        return (query,) if role == "query" else (key,)
+    value = Run("value row", attention.num_kv_heads * attention.head_dim, 1)
+    return replace(query, label="query head"), replace(key, label="key head"), value
+
+
+def _tile(name: str, role: str, neurons: tuple[Run, ...], shape: torch.Size, transposed: bool = False) -> Tile:
+    """The tile of a matrix [out, in], or of one stored [in, out], from the blocks of its output neurons."""
+    if transposed:
+        columns = tuple(replace(run, label=run.label.replace("row", "column")) for run in neurons)
+        return Tile(name, role, columns, repeats=shape[0])
+    return Tile(name, role, tuple(replace(run, width=run.width * shape[1]) for run in neurons))
+
+
+def _weight_shape(module: nn.Module) -> tuple[int, int] | None:
+    """The shape of a layer's weight when stored plainly; None for a layer that is neither linear nor an embedding."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return module.num_embeddings, module.embedding_dim
+    sizes = features(module)
+    if sizes is None:
+        return None
+    return sizes if is_conv1d(module) else sizes[::-1]
