@@ -1,4 +1,4 @@
-"""Every algorithm is one file here, found by its module name, by an alias in its class, or as "package.module:Class"."""
+"""Every algorithm is one file here, found by its module name, an alias in its class, or as "package.module:Class"."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ class Reduced:
     """The round's accepted uploads, reduced.
 
     mean: each upload's weighted mean over the S clients. total: each tracked upload's plain sum over the T tracked
-    clients. rate_sum: the weighted mean of the clients' rate sums, "K eta" of the papers. clients, tracked: how many.
+    clients. clients, tracked: how many. rate_sum: "K eta" of the papers' server formulas, the weighted mean of the
+    clients' sums of rates (*choice*, where they take unequal numbers of steps).
     """
 
     mean: State
@@ -77,6 +78,7 @@ class Algorithm:
 
     aliases: ClassVar[tuple[str, ...]] = ()
     paper: ClassVar[str] = ""
+    derivable: ClassVar[tuple[str, ...]] = ()  # downloads that a client which saw the last x can work out from x
 
     lr: float = setting(1e-3, "local learning rate", symbol="eta")
     server_lr: float = setting(1.0, "server learning rate", symbol="eta_g")
@@ -91,12 +93,9 @@ class Algorithm:
     warmup_rounds: int = setting(0, "rounds of linear warm-up of the local rate")
 
     def __post_init__(self) -> None:
-        for name in ("lr", "server_lr", "clip_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"{name}: found {value}, expected a positive number")
+        require_positive(self, "lr", "server_lr", "clip_norm")
         for name in ("weight_decay", "eps", "warmup_rounds"):
-            if getattr(self, name, 0) < 0:
+            if not getattr(self, name, 0) >= 0:
                 raise UserError(f"{name}: found {getattr(self, name)}, expected zero or more")
         for index, beta in enumerate(getattr(self, "betas", ()), start=1):
             if not 0 <= beta < 1:
@@ -181,6 +180,28 @@ def _length(of: Length, x: Tensor, info: RoundInfo) -> int:
     return x.shape[-1] if of == "d" else info.blocks.num_blocks
 
 
+# Checks of hyper-parameters; None, where a setting allows it, means "not set".
+
+
+def require_positive(alg: Algorithm, *names: str) -> None:
+    """Raises UserError for the first of these settings that is not above 0."""
+    for name in names:
+        value = getattr(alg, name)
+        if value is not None and not value > 0:
+            raise UserError(f"{name}: found {value}, expected a positive number")
+
+
+def require_fraction(alg: Algorithm, *names: str) -> None:
+    """Raises UserError for the first of these settings that is not in [0, 1]."""
+    for name in names:
+        value = getattr(alg, name)
+        if value is not None and not 0 <= value <= 1:
+            raise UserError(f"{name}: found {value}, expected a number in [0, 1]")
+
+
+# The arithmetic that algorithms share.
+
+
 def clip(g: Tensor, norm: float | None) -> Tensor:
     """Rows of g [C, d] scaled down to the global L2 norm; g itself when norm is None."""
     if norm is None:
@@ -189,11 +210,19 @@ def clip(g: Tensor, norm: float | None) -> Tensor:
     return g * torch.where(length > norm, norm / length, 1.0)
 
 
-def ratio(m: Tensor, root: Tensor, eps: float) -> Tensor:
-    """m / (root + eps), with 0/0 = 0: a coordinate without gradient takes no step even when eps is 0."""
+def adam_direction(m: Tensor, v: Tensor, eps: float) -> Tensor:
+    """m / (sqrt(v) + eps), with 0/0 = 0: a coordinate without gradient takes no step even when eps is 0."""
+    root = v.sqrt()
     if eps > 0:
-        return m / (root + eps)
+        return torch.div(m, root.add_(eps), out=root)
     return torch.where((m == 0) & (root == 0), 0.0, m / root)
+
+
+def descend(x: Tensor, eta: Tensor, direction: Tensor, weight_decay: float) -> None:
+    """x -= eta (direction + lambda x), in place."""
+    if weight_decay:
+        direction = torch.add(direction, x, alpha=weight_decay)
+    x.addcmul_(eta, direction, value=-1)
 
 
 def update_moments(local: State, g: Tensor, betas: tuple[float, float]) -> None:
@@ -210,15 +239,15 @@ def adamw_step(
     b1, b2 = betas
     update_moments(local, g, betas)
     mh, vh = local["m"] / (1 - b1**k), local["v"] / (1 - b2**k)
-    local["x"] -= eta * (ratio(mh, vh.sqrt(), eps) + weight_decay * local["x"])
+    descend(local["x"], eta, adam_direction(mh, vh, eps), weight_decay)
 
 
 def rows_of(start: Tensor | None, x: Tensor) -> Tensor:
-    """A fresh local vector of x's shape [C, d] to be changed in place, starting from `start` [d] or [C, d], or from 0."""
+    """A fresh local vector of x's shape [C, d] to be changed in place, starting from `start` [d] or [C, d], or 0."""
     return torch.zeros_like(x, memory_format=torch.contiguous_format) if start is None else start.expand_as(x).clone()
 
 
-def tracked_mean(total: Tensor, old: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Tracked clients' new y_i = total / K, the others' old one; and the change [C, d] that the tracked ones send."""
-    new = torch.where(rows.tracked, total / rows.steps, old)
-    return new, new - old
+def track(new: Tensor, old: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """What tracked clients keep (new) and the others (old), and the change [C, d] that the tracked ones send."""
+    kept = torch.where(rows.tracked, new, old)
+    return kept, kept - old

@@ -7,28 +7,48 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, State, Vectors, ratio, rows_of, update_moments
-from fedllm.errors import UserError
+from fedllm.algorithms.base import (
+    Algorithm,
+    Reduced,
+    RoundInfo,
+    Rows,
+    State,
+    Vectors,
+    adam_direction,
+    descend,
+    require_fraction,
+    rows_of,
+    update_moments,
+)
 from fedllm.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedAdamW(Algorithm):
-    """v = expand(vbar), m = 0 at the start of a round; for k = 1..K, t' = t K + k:
-    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  mh = m/(1-b1^k);  vh = v/(1-b2^t');
-    x_i -= eta (mh/(sqrt(vh)+eps) + alpha Delta + lambda x_i).
-    Clients send d_i and vbar_i, the block means of v (raw).
-    Server: x += eta_g D;  vbar = mean_i vbar_i;  Delta = -D/(K eta).
+    """Server keeps vbar and Delta, 0 at the start. m = 0 and v = expand(vbar) at the start of a round.
+    For k = 1..K, with t' = t K + k:
+        m = b1 m + (1-b1) g
+        v = b2 v + (1-b2) g^2
+        mh = m/(1-b1^k),  vh = v/(1-b2^t')
+        x_i -= eta (mh/(sqrt(vh)+eps) + alpha Delta + lambda x_i)
+    Clients send d_i and vbar_i, the block means of v (raw, uncorrected). Server:
+        x += eta_g D
+        vbar = mean_i vbar_i
+        Delta = -D/(K eta)
 
-    form alg3 (b1 = 0, no decay): x_i -= eta (alpha g/(sqrt(vh)+eps) + (1-alpha) Delta).
-    Ablations (Table 4): aggregate_v false (v = 0 each round, corrected by k), alpha 0 (no Delta), decay coupled
-    (lambda x_i is added to g). bias_time global uses t' for both moments, as the authors' code does.
+    A client that saw the round before can work out Delta from the two x, so it need not be sent to it. *choice*: the
+    second moment alone is corrected by t', with K the most steps that a client takes; `bias_time: global` uses t' for
+    both, as the authors' code does. `form: alg3` has b1 = 0, no decay, and
+    x_i -= eta (alpha g/(sqrt(vh)+eps) + (1-alpha) Delta); its gamma is eta_g K eta. Ablations of Table 4:
+    `aggregate_v: false` (v = 0 at the start of each round, corrected by k), `alpha: 0` (no Delta), `decay: coupled`
+    (lambda x_i is added to g).
     """
 
     aliases: ClassVar = ("fedit_fedadamw",)
     paper: ClassVar = "FedAdamW: A Communication-Efficient Optimizer for Federated Large Models, Alg. 2 and Alg. 3"
+    derivable: ClassVar = ("Delta",)
 
-    betas: tuple[float, float] = setting((0.9, 0.999), "decay of the two moments", symbol="beta1, beta2")
+    betas: tuple[float, float] = setting((0.9, 0.999), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root", symbol="eps")
     alpha: float = setting(0.5, "weight of the global direction Delta", symbol="alpha")
     weight_decay: float = setting(0.01, "weight decay", symbol="lambda")
@@ -42,8 +62,7 @@ class FedAdamW(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise UserError(f"alpha: found {self.alpha}, expected a number in [0, 1]")
+        require_fraction(self, "alpha")
 
     def server_vectors(self) -> Vectors:
         return {"Delta": "d", "vbar": "B"} if self.aggregate_v else {"Delta": "d"}
@@ -56,21 +75,18 @@ class FedAdamW(Algorithm):
         return {"x": x.clone(), "m": rows_of(None, x), "v": rows_of(v, x), "Delta": server["Delta"].expand_as(x)}
 
     def step(self, local: State, g: Tensor, k: int, eta: Tensor, info: RoundInfo) -> None:
-        x, Delta = local["x"], local["Delta"]
-        t = info.index * info.local_steps + k
-        b1, b2 = self.betas if self.form == "alg2" else (0.0, self.betas[1])
-        decay = self.weight_decay if self.form == "alg2" else 0.0
+        alg2 = self.form == "alg2"
+        b1, b2 = self.betas if alg2 else (0.0, self.betas[1])
+        decay = self.weight_decay if alg2 else 0.0
         if self.decay == "coupled":
-            g, decay = g + decay * x, 0.0
+            g, decay = g + decay * local["x"], 0.0
+        t = info.index * info.local_steps + k
         update_moments(local, g, (b1, b2))
         mh = local["m"] / (1 - b1 ** (t if self.bias_time == "global" else k))
         vh = local["v"] / (1 - b2 ** (t if self.aggregate_v else k))
-        direction = ratio(mh, vh.sqrt_(), self.eps)
-        if self.form == "alg3":
-            direction = self.alpha * direction + (1 - self.alpha) * Delta
-        else:
-            direction = direction + self.alpha * Delta
-        local["x"] -= eta * (direction + decay * x)
+        direction, Delta = adam_direction(mh, vh, self.eps), local["Delta"]
+        direction = direction + self.alpha * Delta if alg2 else self.alpha * direction + (1 - self.alpha) * Delta
+        descend(local["x"], eta, direction, decay)
 
     def end(
         self, local: State, x: Tensor, server: State, clients: State, rows: Rows, info: RoundInfo

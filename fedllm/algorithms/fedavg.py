@@ -1,4 +1,4 @@
-"""FedAvg: local SGD, the server takes the mean of the updates (McMahan et al., 2017)."""
+"""FedAvg: local SGD, the server takes the mean of the updates."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedllm.algorithms.base import Algorithm, RoundInfo, State
+from fedllm.algorithms.base import Algorithm, RoundInfo, State, descend
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Algorithm):
-    """x_i -= eta (g + lambda x_i);   x += eta_g D."""
+    """For k = 1..K:
+        x_i -= eta (g + lambda x_i)
+    Server:
+        x += eta_g D
+    """
 
     aliases: ClassVar = ("fedit", "localsgd")
     paper: ClassVar = "Communication-Efficient Learning of Deep Networks from Decentralized Data (McMahan et al., 2017)"
 
     def step(self, local: State, g: Tensor, k: int, eta: Tensor, info: RoundInfo) -> None:
-        local["x"] -= eta * (g + self.weight_decay * local["x"])
+        descend(local["x"], eta, g, self.weight_decay)

@@ -8,24 +8,38 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, Vectors, ratio, rows_of, update_moments
+from fedllm.algorithms.base import (
+    Algorithm,
+    RoundInfo,
+    Rows,
+    State,
+    Vectors,
+    adam_direction,
+    descend,
+    rows_of,
+    update_moments,
+)
 from fedllm.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAdam(Algorithm):
-    """m = 0 at the start of a round; for k = 1..K:
-    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  vhat = max(vhat, v);
-    x_i -= eta (m/(sqrt(vhat)+eps) + lambda x_i).
-    Server: x += eta_g D.
+    """Client keeps v_i and vhat_i, 0 at the start; m = 0 at the start of a round. For k = 1..K:
+        m = b1 m + (1-b1) g
+        v = b2 v + (1-b2) g^2
+        vhat = max(vhat, v)
+        x_i -= eta (m/(sqrt(vhat)+eps) + lambda x_i)
+    Server:
+        x += eta_g D
 
-    No bias correction. v_i and vhat_i stay on the client between rounds (GC Alg. 1, line 16; PT, line 24).
+    No bias correction. *choice*: v_i and vhat_i persist between rounds (GC Alg. 1, line 16; PT, line 24);
+    `second_moment: reset` starts them at 0 each round.
     """
 
-    aliases: ClassVar = ("fedit_adam",)
+    aliases: ClassVar = ("fedit_adam", "local_adam")
     paper: ClassVar = "Gradient Correction in Federated Learning with Adaptive Optimization, baseline LocalAdam"
 
-    betas: tuple[float, float] = setting((0.9, 0.99), "decay of the two moments", symbol="beta1, beta2")
+    betas: tuple[float, float] = setting((0.9, 0.99), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root", symbol="eps")
     second_moment: Literal["persist", "reset"] = setting("persist", "keep v_i and vhat_i between rounds, or start at 0")
 
@@ -39,8 +53,7 @@ class LocalAdam(Algorithm):
     def step(self, local: State, g: Tensor, k: int, eta: Tensor, info: RoundInfo) -> None:
         update_moments(local, g, self.betas)
         torch.maximum(local["vhat"], local["v"], out=local["vhat"])
-        direction = ratio(local["m"], local["vhat"].sqrt(), self.eps)
-        local["x"] -= eta * (direction + self.weight_decay * local["x"])
+        descend(local["x"], eta, adam_direction(local["m"], local["vhat"], self.eps), self.weight_decay)
 
     def end(
         self, local: State, x: Tensor, server: State, clients: State, rows: Rows, info: RoundInfo

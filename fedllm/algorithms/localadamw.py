@@ -13,19 +13,23 @@ from fedllm.settings import setting
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAdamW(Algorithm):
-    """m = v = 0 at the start of a round; for k = 1..K:
-    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  mh = m/(1-b1^k);  vh = v/(1-b2^k);
-    x_i -= eta (mh/(sqrt(vh)+eps) + lambda x_i).
-    Server: x += eta_g D.
+    """m = v = 0 at the start of a round. For k = 1..K:
+        m = b1 m + (1-b1) g
+        v = b2 v + (1-b2) g^2
+        mh = m/(1-b1^k),  vh = v/(1-b2^k)
+        x_i -= eta (mh/(sqrt(vh)+eps) + lambda x_i)
+    Server:
+        x += eta_g D
 
     With `aggregate` (Table 7) the server's mean of the clients' last m, v, both, or the block means of v starts the
-    next round instead of 0.
+    next round instead of 0. *choice*: the bias correction stays that of the local k; for v corrected by the step count
+    of the whole run, use fedadamw with alpha 0.
     """
 
-    aliases: ClassVar = ("fedit_adamw",)
+    aliases: ClassVar = ("fedit_adamw", "local_adamw")
     paper: ClassVar = "FedAdamW: A Communication-Efficient Optimizer for Federated Large Models, Alg. 1 and Table 7"
 
-    betas: tuple[float, float] = setting((0.9, 0.999), "decay of the two moments", symbol="beta1, beta2")
+    betas: tuple[float, float] = setting((0.9, 0.999), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root", symbol="eps")
     weight_decay: float = setting(0.01, "decoupled weight decay", symbol="lambda")
     shared: Literal["none", "m", "v", "vm", "mean_v"] = setting("none", "moments the server averages", key="aggregate")

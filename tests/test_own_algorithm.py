@@ -1,0 +1,75 @@
+"""docs/your_own_algorithm.md does what it says: its code is taken out of the page and run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedllm import QuadraticProblem, load_algorithm, load_recipe, simulate
+from fedllm.catalog import entry
+from fedllm.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "your_own_algorithm.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder with fedsign.py in it, as the current one."""
+    (module,) = re.findall(r"```python\n(# fedsign\.py\n.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "fedsign.py").write_text(module, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("fedsign", None)
+
+
+def test_first_step_is_the_sign_of_the_gradient(own_folder: Path) -> None:
+    problem = QuadraticProblem.random(4, 6, seed=1)
+    g = problem.full_gradient(problem.initial(), [2])[0]
+    alg = load_algorithm("fedsign:FedSign", lr=0.05, server_lr=0.5)
+    result = simulate(alg, problem, rounds=1, local_steps=1, schedule=[([2], [])])
+    torch.testing.assert_close(result.x, -0.5 * 0.05 * g.sign())
+    torch.testing.assert_close(result.server["G"], g.sign())
+
+
+def test_the_script_of_the_page_runs(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (script,) = re.findall(r"```python\n(from fedllm import .*?)```", PAGE, re.DOTALL)
+    exec(compile(script, "your_own_algorithm.md", "exec"), {})
+    distance = float(re.findall(r"tensor\(([\d.e-]+)", capsys.readouterr().out)[0])
+    problem = QuadraticProblem.random(num_clients=20, dim=10)
+    assert distance < float(problem.optimum().norm()) / 2
+
+
+def test_the_recipe_command_of_the_page_is_a_valid_recipe(own_folder: Path) -> None:
+    recipe, overrides = re.findall(r"fedllm run (\S+) (.*algorithm\.name=fedsign:FedSign.*)", PAGE)[0]
+    algorithm = load_recipe(ROOT / recipe, overrides.split()).load_algorithm()
+    assert type(algorithm).__name__ == "FedSign"
+    assert algorithm.lr == 3e-4
+
+
+def test_the_catalog_describes_it(own_folder: Path) -> None:
+    found = entry("fedsign:FedSign")
+    assert "u = beta g + (1-beta) G" in found.equations
+    assert [setting.key for setting in found.own] == ["beta"]
+    assert (found.footprint.down, found.footprint.up) == ({"x": "d", "G": "d"}, {"d": "d"})
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("fedsign:FedSign", {"beta": 2}, r"algorithm.beta: found 2.0, expected a number in \[0, 1\]"),
+        ("fedsign:FedSign", {"bta": 0.2}, r"algorithm.bta: unknown key \(did you mean 'beta'\?\)"),
+        ("fedsign:FedSing", {}, "algorithm.name: 'fedsign:FedSing' could not be loaded"),
+        ("fedsing:FedSign", {}, "algorithm.name: 'fedsing:FedSign' could not be loaded: No module named 'fedsing'"),
+        ("pathlib:Path", {}, "algorithm.name: 'pathlib:Path' is not a subclass of fedllm.algorithms.Algorithm"),
+    ],
+)
+def test_mistakes_are_named(own_folder: Path, name: str, keys: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_algorithm(name, **keys)
