@@ -68,7 +68,9 @@ class CohortModel:
             if id(module) in adapters:
                 continue
             if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
-                adapters |= {id(inner) for part in _LORA_PARTS for inner in getattr(module, part, nn.Module()).modules()}
+                adapters |= {
+                    id(inner) for part in _LORA_PARTS for inner in getattr(module, part, nn.Module()).modules()
+                }
                 names = [f"{name}.{part}.{_adapter(module)}.weight" for part in ("lora_A", "lora_B")]
                 self._take(module, self._lora(module, *names, layer=layers))
                 served.update(names)

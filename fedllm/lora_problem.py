@@ -104,6 +104,10 @@ class LoraProblem(Problem):
         assert found is not None, "evaluation needs at least one sample"
         return found
 
+    def release(self) -> None:
+        """Gives the model back, with its own forward."""
+        self._model.release()
+
     def _backward(self, X: Tensor, micro: MicroBatch, counts: list[int], keys: Tensor | None) -> Tensor:
         """Adds a slice's part of the gradient to X.grad; returns its part of the losses [C]."""
         real = micro.samples >= 0

@@ -115,7 +115,9 @@ class Run:
     seed: int = setting(0, "seed of every draw but the partition's")
     dir: str | None = setting(None, "run folder; null = runs/<recipe>-s<seed>")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto = a GPU where there is one")
-    precision: Literal["auto", "float32", "bfloat16"] = setting("auto", "autocast dtype; auto = bfloat16 where it is fast")
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "autocast dtype; auto = bfloat16 where it is fast"
+    )
     threads: int | None = setting(None, "CPU threads; null = every core this process may use")
     cohort: int | Literal["auto"] = setting("auto", "clients trained together")
     slices: int | Literal["auto"] = setting("auto", "length-sorted slices a batch is cut into")
@@ -194,7 +196,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     algorithm = _algorithm(values.get("algorithm", {}), where)
     sections = {name: build(cls, values.get(name, {}), f"{where}: {name}") for name, cls in SECTION_TYPES.items()}
     if sections["data"].name is None and sections["data"].train is None:
-        raise UserError(f"{where}: data.name: missing; expected a data set's name, or data.train with data.text, data.label")
+        raise UserError(
+            f"{where}: data.name: missing; expected a data set's name, or data.train with data.text, data.label"
+        )
     return Recipe(name=path.stem, algorithm=algorithm, **sections)
 
 

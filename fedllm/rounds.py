@@ -44,12 +44,17 @@ class Plan:
 @dataclass(frozen=True)
 class RoundReport:
     """What happened in a round. train_loss: mean over the accepted clients of their steps' mean loss, or None.
-    rejected: client -> why. compute_seconds: the slowest client's share, by its steps, of its cohort's time."""
+    rejected: client -> why. bytes_up, bytes_down: of the tensors sent, rejected ones included. client_bytes: both ways,
+    by the client that sent the most. compute_seconds: the slowest client's share, by its steps, of its cohort's time.
+    """
 
     clients: list[int]
     tracked: list[int]
     train_loss: float | None
     rejected: dict[int, str]
+    bytes_up: int
+    bytes_down: int
+    client_bytes: int
     compute_seconds: float
 
 
@@ -73,28 +78,37 @@ def round_info(
         raise UserError(
             f"federation.tracked_per_round: found {tracked}, expected 0 to {sampled}, which is clients_per_round"
         )
+    if local_steps < 1:
+        raise UserError(f"local.steps: found {local_steps}, expected 1 or more")
     blocks = problem.blocks
     if blocks is None or getattr(alg, "blocks", None) == "elementwise":
         blocks = BlockPartition.elementwise(problem.dim)
     return RoundInfo(0, rounds, problem.num_clients, sampled, tracked, local_steps, blocks)
 
 
+def blank(alg: Algorithm, problem: Problem, info: RoundInfo, x0: Tensor | None = None) -> Federation:
+    """The state before the first round, every vector at its plain initial value."""
+    x = (problem.initial() if x0 is None else x0).clone()
+    x_cpu = x.cpu()
+    store = ClientStore(lambda count: alg.init_clients(x_cpu.expand(count, -1), info))
+    return Federation(0, x, alg.init_server(x, info), store)
+
+
 def start(
     alg: Algorithm, problem: Problem, info: RoundInfo, *, x0: Tensor | None = None, cohort: int | None = None
 ) -> Federation:
     """The state before the first round, after the pass over the data where the algorithm asks for full gradients."""
-    x = (problem.initial() if x0 is None else x0).clone()
-    x_cpu = x.cpu()
-    store = ClientStore(lambda count: alg.init_clients(x_cpu.expand(count, -1), info))
+    federation = blank(alg, problem, info, x0)
     if not alg.needs_full_gradient():
-        return Federation(0, x, alg.init_server(x, info), store)
+        return federation
+    x = federation.x
     total = torch.zeros_like(x, dtype=torch.float64)
     for chunk in _chunks(range(problem.num_clients), cohort):
         gradients = problem.full_gradient(x, chunk)
         total += gradients.sum(0, dtype=torch.float64)
-        store.put(chunk, alg.init_clients(x.expand(len(chunk), -1), info, gradients))
-    mean = (total / problem.num_clients).to(x.dtype)
-    return Federation(0, x, alg.init_server(x, info, mean), store)
+        federation.clients.put(chunk, alg.init_clients(x.expand(len(chunk), -1), info, gradients))
+    federation.server = alg.init_server(x, info, (total / problem.num_clients).to(x.dtype))
+    return federation
 
 
 def run_round(
@@ -115,15 +129,18 @@ def run_round(
     info = replace(info, index=federation.round)
     steps = local_steps(problem, clients, info)
     order = sorted(clients, key=lambda client: (-steps[client], client))
-    reduction = _Reduction(alg, federation.x, info)
+    reduction = Reduction(alg, federation.x, info)
     rejected: dict[int, str] = {}
     kept: list[tuple[list[int], State]] = []
     losses: list[Tensor] = []
-    slowest, done = 0.0, 0
+    down = federation.x.nbytes + sum(federation.server[name].nbytes for name in alg.downloads())
+    slowest, done, bytes_up, most = 0.0, 0, 0, 0
     for cohort in _chunks(order, plan.cohort):
         began, counts = time.perf_counter(), [steps[client] for client in cohort]
         report = _progress(plan, done, sum(steps.values()))
         rows, upload, state, loss = _train(alg, problem, federation, info, cohort, counts, set(tracked), report)
+        sent = [_upload_bytes(alg, upload, client in tracked) for client in cohort]
+        bytes_up, most = bytes_up + sum(sent), max(most, *sent)
         bad = faults(upload, reduction.lengths, federation.x.dtype, len(cohort))
         rejected |= {cohort[row]: why for row, why in bad.items()}
         good = [row for row in range(len(cohort)) if row not in bad]
@@ -142,7 +159,16 @@ def run_round(
         federation.clients.put(accepted, state)
     federation.x, federation.server, federation.round = x, server, info.index + 1
     train_loss = float(torch.cat(losses).double().mean()) if losses else None
-    return RoundReport(list(clients), list(tracked), train_loss, rejected, slowest)
+    return RoundReport(
+        clients=list(clients),
+        tracked=list(tracked),
+        train_loss=train_loss,
+        rejected=rejected,
+        bytes_up=bytes_up,
+        bytes_down=down * len(clients),
+        client_bytes=down + most,
+        compute_seconds=slowest,
+    )
 
 
 def local_steps(problem: Problem, clients: Sequence[int], info: RoundInfo) -> dict[int, int]:
@@ -183,8 +209,10 @@ def _train(
     for k in range(counts[0]):
         active = sum(count > k for count in counts)
         view = {name: value[:active] for name, value in local.items()}
+        before = dict(view)
         loss, g = problem.loss_and_gradient(view["x"], clients[:active], info.index, k)
         alg.step(view, clip(g, alg.clip_norm), k + 1, rates[:active, k : k + 1], info)
+        _require_in_place(alg, before, view)
         if loss is not None:
             losses = torch.zeros(len(clients), device=x.device) if losses is None else losses
             losses[:active] += loss.detach()
@@ -193,7 +221,7 @@ def _train(
     return rows, upload, state, None if losses is None else losses / rows.steps[:, 0]
 
 
-class _Reduction:
+class Reduction:
     """The running sums of a round's accepted uploads, in float64, so that how the work was cut leaves no trace."""
 
     def __init__(self, alg: Algorithm, x: Tensor, info: RoundInfo) -> None:
@@ -222,8 +250,24 @@ class _Reduction:
         return Reduced(mean, total, self._rate_sum / self._weight, self.clients, self.tracked)
 
 
+def _upload_bytes(alg: Algorithm, upload: State, tracked: bool) -> int:
+    """Bytes that one client of a cohort sends: its row of each tensor, the tracked ones only if it is tracked."""
+    left_out = () if tracked else alg.tracked_uploads()
+    return sum(value.nbytes // len(value) for name, value in upload.items() if name not in left_out)
+
+
 def _length(of: Length, x: Tensor, info: RoundInfo) -> int:
     return x.numel() if of == "d" else info.blocks.num_blocks
+
+
+def _require_in_place(alg: Algorithm, before: State, after: State) -> None:
+    """A step that rebinds local[name] would be lost without a word, since it is given views of the rows at work."""
+    for name in before.keys() | after.keys():
+        if after.get(name) is not before.get(name):
+            raise UserError(
+                f"{type(alg).__name__}.step: replaced local['{name}'], expected it changed in place; write "
+                f"local['{name}'] -= ... or local['{name}'].copy_(...), and make every entry in begin"
+            )
 
 
 def _weights(alg: Algorithm, problem: Problem, clients: list[int], x: Tensor) -> Tensor:

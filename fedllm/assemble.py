@@ -1,0 +1,232 @@
+"""From a recipe to everything a run needs: device, task, model, partition, algorithm, problem, cohort size."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from rich.table import Table
+
+from fedllm.algorithms import Algorithm
+from fedllm.algorithms.base import RoundInfo
+from fedllm.batches import ClientBatches
+from fedllm.blocks import RoleError
+from fedllm.blocks import partition as block_partition
+from fedllm.console import stage
+from fedllm.costs import client_memory, traffic, vectors_per_round
+from fedllm.data import Task, load_task
+from fedllm.errors import UserError
+from fedllm.lora import attach_lora
+from fedllm.lora_problem import LoraProblem
+from fedllm.metrics import metric_for
+from fedllm.models import Backbone, load_backbone
+from fedllm.partition import get_partition
+from fedllm.recipe import Recipe
+from fedllm.rounds import round_info
+from fedllm.tokens import Tokens, tokenize
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run computes. autocast: dtype of the matrix products, None for float32."""
+
+    device: torch.device
+    threads: int
+    autocast: torch.dtype | None
+
+    @property
+    def precision(self) -> str:
+        """The autocast dtype in words."""
+        return "float32" if self.autocast is None else str(self.autocast).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe with everything built, ready for its first step."""
+
+    recipe: Recipe
+    machine: Machine
+    task: Task
+    backbone: Backbone
+    model: PeftModel
+    parts: list[np.ndarray]
+    validation: Tokens
+    algorithm: Algorithm
+    problem: LoraProblem
+    info: RoundInfo
+    cohort: int
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 products are faster than float32 ones here: in hardware, not emulated."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def find_machine(recipe: Recipe) -> Machine:
+    """The device, threads and precision of a run; sets the process's threads.
+
+    accelerate starts CPU processes with one thread each, so the number is set here, from the cores this process may use.
+    """
+    wanted = recipe.run.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "run.device=cuda: this machine has no GPU that torch can use; set run.device=auto or cpu, or install a CUDA "
+            "build of torch"
+        )
+    accelerator = Accelerator(cpu=wanted == "cpu" or not torch.cuda.is_available())
+    if accelerator.num_processes > 1:
+        raise UserError(
+            f"started as {accelerator.num_processes} processes: this version trains in one process; start it with "
+            f"accelerate launch --num_processes 1"
+        )
+    threads = recipe.run.threads or usable_cores()
+    torch.set_num_threads(threads)
+    chosen = recipe.run.precision
+    bfloat16 = chosen == "bfloat16" or (chosen == "auto" and fast_bfloat16(accelerator.device))
+    return Machine(accelerator.device, threads, torch.bfloat16 if bfloat16 else None)
+
+
+def choose_cohort(recipe: Recipe, machine: Machine, tokens_per_client: float) -> int:
+    """Clients trained together under `run.cohort: auto`: a rule of device, dtype and tokens, the same at every run.
+
+    On a GPU, all clients of a round up to 64k tokens a step. On a CPU, up to 4k tokens a step: beyond that the
+    activations leave the caches and a step costs more a client, not less (benchmarks/RESULTS.md).
+    """
+    sampled = recipe.federation.clients_per_round
+    if recipe.run.cohort != "auto":
+        return min(recipe.run.cohort, sampled)
+    budget = 65536 if machine.device.type == "cuda" else 4096
+    return max(1, min(sampled, int(budget / max(1.0, tokens_per_client))))
+
+
+def assemble(recipe: Recipe, cohort: int | None = None) -> Job:
+    """Loads and builds everything a recipe names, up to its first step.
+
+    cohort: the size a resumed run chose before, None to choose. Raises UserError for whatever does not fit.
+    """
+    machine = find_machine(recipe)
+    algorithm = recipe.load_algorithm()
+    hub = recipe.run.local_hub
+    with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
+        task = load_task(recipe.data, hub, progress)
+    _check_target(recipe, task)
+    parts = get_partition(recipe.partition, task)
+    with stage(f"loading {recipe.model.name}"):
+        backbone = load_backbone(
+            recipe.model,
+            num_labels=task.num_labels,
+            regression=task.regression,
+            label_names=task.label_names or None,
+            local_hub=hub,
+            seed=recipe.run.seed,
+        )
+        model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed).to(machine.device)
+    _check_length(recipe, backbone)
+    with stage("tokenizing") as progress:
+        train = tokenize(task.train, backbone.tokenizer, recipe.data.max_length, progress)
+        validation = tokenize(task.validation, backbone.tokenizer, recipe.data.max_length, progress)
+    local = recipe.local
+    epochs = 1 if local.epochs is None and local.steps is None else local.epochs
+    batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
+    problem = LoraProblem(
+        model,
+        train,
+        batches,
+        regression=task.regression,
+        seed=recipe.run.seed,
+        autocast=machine.autocast,
+        slices=None if recipe.run.slices == "auto" else recipe.run.slices,
+        blocks=_blocks(model, algorithm, recipe, machine),
+        pad_id=int(backbone.tokenizer.pad_token_id or 0),
+    )
+    info = round_info(
+        algorithm,
+        problem,
+        rounds=recipe.federation.rounds,
+        sampled=recipe.federation.clients_per_round,
+        tracked=recipe.federation.tracked_per_round,
+        local_steps=max(batches.steps(client) for client in range(len(parts))),
+    )
+    tokens_per_client = float(train.lengths.double().mean()) * local.batch_size
+    cohort = cohort or choose_cohort(recipe, machine, tokens_per_client)
+    return Job(recipe, machine, task, backbone, model, parts, validation, algorithm, problem, info, cohort)
+
+
+def _blocks(model: PeftModel, algorithm: Algorithm, recipe: Recipe, machine: Machine) -> Any:
+    """The block partition, for algorithms that send block means."""
+    vectors = {**algorithm.server_vectors(), **algorithm.client_vectors(), **algorithm.uploads()}
+    if "B" not in vectors.values():
+        return None
+    try:
+        blocks = block_partition(model, scheme=getattr(algorithm, "blocks", "hessian"))
+    except RoleError as error:
+        raise UserError(f"model.name={recipe.model.name}: {error}; or set algorithm.blocks=tensor") from error
+    return blocks.to(machine.device)
+
+
+def _check_target(recipe: Recipe, task: Task) -> None:
+    names = metric_for(task).names
+    for name in recipe.eval.target or {}:
+        if name not in names:
+            raise UserError(f"eval.target: found metric '{name}', expected one of {', '.join(names)} for {task.name}")
+
+
+def _check_length(recipe: Recipe, backbone: Backbone) -> None:
+    limit = backbone.max_length
+    if limit is not None and recipe.data.max_length > limit:
+        raise UserError(
+            f"data.max_length: found {recipe.data.max_length}, but {recipe.model.name} has {limit} positions"
+        )
+
+
+def plan_table(job: Job) -> Table:
+    """What a run will do, in numbers: the output of --dry-run."""
+    recipe, info, machine = job.recipe, job.info, job.machine
+    sizes = np.array([len(part) for part in job.parts])
+    sent = traffic(job.algorithm, info, job.problem.dim)
+    frozen = sum(value.numel() for value in job.model.parameters()) - job.problem.dim
+    memory = client_memory(job.algorithm, info, job.problem.dim, frozen)
+    where = f"{machine.device.type}, {machine.threads} threads" if machine.device.type == "cpu" else str(machine.device)
+    rows = {
+        "algorithm": f"{recipe.algorithm['name']}, lr {recipe.algorithm['lr']}, server_lr {recipe.algorithm['server_lr']}",
+        "model": f"{recipe.model.name} ({job.backbone.source}), {frozen:,} frozen parameters",
+        "trainable parameters": f"{job.problem.dim:,} (LoRA rank {recipe.lora.rank} on {', '.join(recipe.lora.targets)}, and the head)",
+        "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
+        "data": f"{job.task.name}: {len(job.task.train):,} training, {len(job.task.validation):,} validation samples",
+        "clients": f"{len(job.parts)}, {info.sampled} a round, {info.tracked} of them tracked",
+        "samples per client": f"min {sizes.min():,}, median {int(np.median(sizes)):,}, max {sizes.max():,}",
+        "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
+        "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
+        "bytes a round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
+        "vectors a round": f"{vectors_per_round(job.algorithm, info, job.problem.dim):.3g} model-sized, per sampled client",
+        "client memory": f"{4 * sum(memory.values()) / 2**20:,.1f} MiB of weights and state",
+        "runs on": f"{where}, {machine.precision}, cohorts of {job.cohort}",
+        "run folder": str(run_folder(recipe)),
+    }
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/]", value)
+    return table
+
+
+def run_folder(recipe: Recipe) -> Path:
+    """Where a recipe's run lives: run.dir, or runs/<recipe>-s<seed>."""
+    return Path(recipe.run.dir or f"runs/{recipe.name}-s{recipe.run.seed}")
+
+
+def with_dir(recipe: Recipe, folder: str | Path | None) -> Recipe:
+    """The recipe with run.dir set, where a folder is given."""
+    return recipe if folder is None else replace(recipe, run=replace(recipe.run, dir=str(folder)))

@@ -1,0 +1,184 @@
+"""The `fedllm` command: run | report | partition | blocks | export | algorithms | doctor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fedllm.errors import RunError, UserError
+
+Handler = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Exit codes: 0 done, 1 a run that could not go on, 2 a user's mistake, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    handler: Handler = arguments.handler
+    try:
+        return handler(arguments)
+    except UserError as error:
+        return _fail(error, 2)
+    except RunError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"fedllm: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fedllm", description="Federated LoRA fine-tuning.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = _command(commands, "run", _run, "run a recipe", epilog=_RecipeHelp())
+    _recipe_arguments(run)
+    run.add_argument("--dry-run", action="store_true", help="check everything up to the first step and print the plan")
+
+    report = _command(commands, "report", _report, "tables and curves of run folders")
+    report.add_argument("runs", nargs="+", type=Path, help="run folders")
+    report.add_argument("--out", type=Path, help="folder for tables and figures")
+
+    partition = _command(
+        commands, "partition", _partition, "write the partition file of a recipe", epilog=_RecipeHelp()
+    )
+    _recipe_arguments(partition)
+    partition.add_argument("--out", type=Path, help="file; default partitions/<a name made of the arguments>")
+
+    blocks = _command(commands, "blocks", _blocks, "print the block partition of a model")
+    blocks.add_argument("model", help="hub id, folder, or package:<module>")
+    blocks.add_argument("--scheme", default="hessian", choices=["hessian", "tensor", "elementwise", "none"])
+    blocks.add_argument("--rank", type=int, default=16, help="rank of the LoRA adapters (default 16)")
+    blocks.add_argument("--full", action="store_true", help="all weights of the model, without LoRA")
+    blocks.add_argument("--random", action="store_true", help="random weights, for a model folder without weights")
+
+    export = _command(commands, "export", _export, "export the adapter of a run's newest checkpoint")
+    export.add_argument("run", type=Path, help="run folder, finished or not")
+    export.add_argument("--out", type=Path, help="folder; default <run>/adapter")
+
+    algorithms = _command(commands, "algorithms", _algorithms, "list the algorithms, or describe one")
+    algorithms.add_argument("name", nargs="?", help="an algorithm's name")
+
+    _command(commands, "doctor", _doctor, "check this machine and installation")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    handler: Handler,
+    help: str,
+    epilog: object = None,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=help,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # type: ignore[arg-type]
+    )
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a recipe's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example algorithm.lr=3e-4")
+
+
+class _RecipeHelp(str):
+    """The keys of a recipe, read from the dataclasses only when the help is really printed."""
+
+    def __mod__(self, _: object) -> str:
+        from fedllm.recipe import help_text
+
+        return "Keys of a recipe (YAML section.key, or section.key=value on the command line):\n\n" + help_text()
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from fedllm.recipe import load_recipe
+    from fedllm.run import dry_run, run
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        dry_run(recipe)
+    else:
+        run(recipe)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from fedllm.report import report
+
+    report(arguments.runs, arguments.out)
+    return 0
+
+
+def _partition(arguments: argparse.Namespace) -> int:
+    from fedllm.console import console
+    from fedllm.data import load_task
+    from fedllm.partition import get_partition, partition_name, write_partition
+    from fedllm.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    task = load_task(recipe.data, recipe.run.local_hub)
+    parts = get_partition(recipe.partition, task)
+    path = arguments.out or Path("partitions") / partition_name(recipe.partition, task)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_partition(path, parts, recipe.partition, task)
+    sizes = sorted(map(len, parts))
+    console.print(f"{path}: {len(parts)} clients, {sizes[0]:,} to {sizes[-1]:,} samples, {sum(sizes):,} in all")
+    return 0
+
+
+def _blocks(arguments: argparse.Namespace) -> int:
+    from fedllm.blocks import RoleError, partition
+    from fedllm.console import console
+    from fedllm.lora import attach_lora
+    from fedllm.models import load_backbone
+    from fedllm.recipe import Lora, Model
+
+    settings = Model(name=arguments.model, pretrained=not arguments.random)
+    backbone = load_backbone(settings, num_labels=2, regression=False)
+    model = backbone.model if arguments.full else attach_lora(backbone, Lora(rank=arguments.rank))
+    try:
+        console.print(partition(model, scheme=arguments.scheme, trainable_only=not arguments.full).table())
+    except RoleError as error:
+        raise UserError(f"{arguments.model}: {error}") from error
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from fedllm.console import console
+    from fedllm.run import export_adapter
+
+    console.print(f"adapter written to {export_adapter(arguments.run, arguments.out)}")
+    return 0
+
+
+def _algorithms(arguments: argparse.Namespace) -> int:
+    from fedllm.catalog import describe, table
+    from fedllm.console import console
+
+    console.print(describe(arguments.name) if arguments.name else table())
+    return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from fedllm.console import console
+    from fedllm.doctor import doctor
+
+    console.print(doctor())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

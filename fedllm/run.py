@@ -1,0 +1,318 @@
+"""One run, from a recipe to a fine-tuned adapter in its run folder. Reads as a script, top to bottom."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from fedllm import __version__
+from fedllm.assemble import Job, assemble, plan_table, run_folder, with_dir
+from fedllm.console import RoundProgress, console, stage
+from fedllm.costs import client_memory, simulated_seconds, stored_values
+from fedllm.errors import RunError, UserError
+from fedllm.export import save_adapter
+from fedllm.metrics import evaluate_logits, metric_for
+from fedllm.recipe import Recipe, load_recipe
+from fedllm.report import plot_run
+from fedllm.rounds import Federation, Plan, RoundReport, blank, run_round, sample, start
+from fedllm.state import Checkpoints, Snapshot, replace_text
+
+# Settings that change no number, so that a run may be resumed under others.
+_FREE = {("run", key) for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads")}
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run: its folder, result.json as a dict, and metrics.jsonl as a list of dicts, one a round."""
+
+    folder: Path
+    result: dict[str, Any]
+    metrics: list[dict[str, Any]]
+
+
+def run_recipe(path: str | Path, overrides: Sequence[str] = (), run_dir: str | Path | None = None) -> RunResult:
+    """Runs the recipe in a file with overrides "section.key=value" on top; the same as `fedllm run`.
+
+    run_dir: the run folder, over the recipe's run.dir. A run that was interrupted goes on from its last good checkpoint
+    (run.resume: auto); one that is finished is read and returned.
+    Raises UserError for mistakes in what was given, RunError for a run that cannot go on.
+    """
+    return run(with_dir(load_recipe(path, overrides), run_dir))
+
+
+def dry_run(recipe: Recipe) -> None:
+    """Builds everything up to the first step and prints the plan."""
+    _check_folder(run_folder(recipe), recipe)
+    console.print(plan_table(assemble(recipe)))
+
+
+def run(recipe: Recipe) -> RunResult:
+    """Runs a recipe; see run_recipe."""
+    folder = run_folder(recipe)
+    _check_folder(folder, recipe)
+    if (folder / "result.json").is_file():
+        console.print(f"{folder} is finished already; its result stands. For a new run choose another run.dir")
+        return _read(folder)
+    checkpoints = Checkpoints(folder / "checkpoints", warn=lambda text: console.print(f"[yellow]{text}[/]"))
+    snapshot = checkpoints.latest()
+    job = assemble(recipe, cohort=snapshot.facts["cohort"] if snapshot else None)
+    for note in job.task.notes:
+        console.print(f"[dim]{note}[/]")
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / "recipe.yaml", recipe.yaml())
+    federation, metrics = _begin(job, snapshot)
+    _train(job, federation, metrics, checkpoints, folder)
+    return _finish(job, federation, metrics, folder)
+
+
+def _check_folder(folder: Path, recipe: Recipe) -> None:
+    """Refuses a folder that holds another recipe's run, or any run where run.resume is never."""
+    saved = folder / "recipe.yaml"
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"run.dir={folder}: is a file, expected a folder")
+    if not saved.is_file():
+        return
+    if recipe.run.resume == "never":
+        raise UserError(f"{folder} holds a run, and run.resume=never asks for a new one; choose another run.dir")
+    try:
+        before = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{saved}: not readable ({error}); choose another run.dir") from error
+    differing = [
+        f"{section}.{key}: {old.get(key)!r} there, {values.get(key)!r} here"
+        for section, values in yaml.safe_load(recipe.yaml()).items()
+        for old in [(before or {}).get(section, {})]
+        for key in {*values, *old}
+        if (section, key) not in _FREE and old.get(key) != values.get(key)
+    ]
+    if differing:
+        listed = "\n  ".join(sorted(differing))
+        raise UserError(f"{folder} holds the run of another recipe; choose another run.dir. They differ in\n  {listed}")
+
+
+def _begin(job: Job, snapshot: Snapshot | None) -> tuple[Federation, list[dict[str, Any]]]:
+    """The state to go on from, and the metrics up to there."""
+    if snapshot is None:
+        what = "full local gradients at x0" if job.algorithm.needs_full_gradient() else "starting"
+        with stage(what):
+            return start(job.algorithm, job.problem, job.info, cohort=job.cohort), []
+    federation = blank(job.algorithm, job.problem, job.info)
+    snapshot.restore(federation)
+    console.print(f"going on after round {snapshot.round} of {job.info.total}")
+    return federation, snapshot.metrics
+
+
+def _train(
+    job: Job, federation: Federation, metrics: list[dict[str, Any]], checkpoints: Checkpoints, folder: Path
+) -> None:
+    """The rounds; everything a round leaves behind is on disk before the next one begins."""
+    recipe, info = job.recipe, job.info
+    facts = {"cohort": job.cohort, "threads": job.machine.threads, "precision": job.machine.precision}
+    path = folder / "metrics.jsonl"
+    replace_text(path, "".join(json.dumps(line) + "\n" for line in metrics))
+    with RoundProgress(info.total, federation.round) as progress, _events(folder, federation.round) as events:
+        plan = Plan(job.cohort, recipe.federation.min_clients, progress.step)
+        while not _complete(recipe, federation.round, metrics):
+            began = time.perf_counter()
+            clients, tracked = sample(recipe.run.seed, federation.round, info.num_clients, info.sampled, info.tracked)
+            report = run_round(job.algorithm, job.problem, federation, info, clients, tracked, plan)
+            for client, why in report.rejected.items():
+                console.print(f"[yellow]round {federation.round}: client {client} rejected: {why}[/]")
+            line = _line(job, federation.round, report, time.perf_counter() - began)
+            if federation.round % recipe.eval.every == 0 or federation.round == info.total:
+                line |= _evaluate(job, federation)
+            metrics.append(line)
+            _append(path, line)
+            events.write(line)
+            progress.finish(federation.round, _note(job, metrics))
+            last = _complete(recipe, federation.round, metrics)
+            if last or federation.round % recipe.run.checkpoint_every == 0:
+                checkpoints.save(federation, metrics, facts)
+
+
+def _complete(recipe: Recipe, round: int, metrics: list[dict[str, Any]]) -> bool:
+    reached = recipe.eval.stop_at_target and _rounds_to(recipe.eval.target, metrics) is not None
+    return round >= recipe.federation.rounds or reached
+
+
+def _line(job: Job, round: int, report: RoundReport, seconds: float) -> dict[str, Any]:
+    """The round's object in metrics.jsonl, before evaluation."""
+    srt = simulated_seconds(report.compute_seconds, report.client_bytes, job.recipe.costs.bandwidth_mbit)
+    return {
+        "round": round,
+        "train_loss": report.train_loss,
+        "bytes_up": report.bytes_up,
+        "bytes_down": report.bytes_down,
+        "seconds": round_to(seconds),
+        "simulated_seconds": round_to(srt),
+        "clients": report.clients,
+        "rejected": {str(client): why for client, why in report.rejected.items()},
+    }
+
+
+def round_to(seconds: float) -> float:
+    """Seconds to the tenth of a millisecond, as they are logged."""
+    return round(seconds, 4)
+
+
+def _evaluate(job: Job, federation: Federation) -> dict[str, Any]:
+    """Scores and loss on the whole validation split, with the seconds they took."""
+    began = time.perf_counter()
+    logits, labels = job.problem.logits(federation.x, job.validation), job.validation.labels
+    if job.task.regression:
+        loss = torch.nn.functional.mse_loss(logits[:, 0], labels.float())
+    else:
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+    scores = {"eval_loss": float(loss), **evaluate_logits(job.task, logits, labels)}
+    finite = {name: value if math.isfinite(value) else None for name, value in scores.items()}
+    return {**finite, "eval_seconds": round_to(time.perf_counter() - began)}
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise RunError(f"{path} could not be written: {error}; the last checkpoint is intact") from error
+
+
+class _events:
+    """TensorBoard events of a run, in its folder; events of rounds that a resumed run repeats are purged."""
+
+    def __init__(self, folder: Path, done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
+
+    def __enter__(self) -> _events:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Every number of a line of metrics.jsonl."""
+        for name, value in line.items():
+            if isinstance(value, int | float) and name != "round":
+                self._writer.add_scalar(name, value, line["round"])
+
+
+def _note(job: Job, metrics: list[dict[str, Any]]) -> str:
+    """The last figures in a few words."""
+    primary = metric_for(job.task).primary
+    scores = [line[primary] for line in metrics if line.get(primary) is not None]
+    loss = metrics[-1]["train_loss"]
+    parts = [f"train loss {loss:.4f}"] if loss is not None else []
+    return "  ".join([*parts, *([f"{primary} {scores[-1]:.4f} (best {max(scores):.4f})"] if scores else [])])
+
+
+def _rounds_to(target: dict[str, float] | None, metrics: list[dict[str, Any]]) -> int | None:
+    """The first round whose scores reach every target, or None."""
+    for line in metrics if target else []:
+        if all((line.get(name) or -math.inf) >= value for name, value in (target or {}).items()):
+            return int(line["round"])
+    return None
+
+
+def _finish(job: Job, federation: Federation, metrics: list[dict[str, Any]], folder: Path) -> RunResult:
+    """Leaves adapter, picture and result.json, in this order: a result.json says that all of it is there."""
+    job.problem.space.scatter(job.model, federation.x)
+    try:
+        save_adapter(job.model, folder / "adapter", _base_name(job), job.backbone.tokenizer)
+        result = _result(job, federation, metrics)
+        replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")
+        picture = plot_run(folder)
+    except OSError as error:
+        raise RunError(f"{folder} could not be written: {error}; the last checkpoint is intact") from error
+    finally:
+        job.problem.release()
+    final = ", ".join(f"{name} {value:.4f}" for name, value in result["final"].items() if value is not None)
+    console.print(
+        f"[bold]{folder}[/]: {final} after {federation.round} rounds; adapter in {folder / 'adapter'}, curves in {picture}"
+    )
+    return RunResult(folder, result, metrics)
+
+
+def _base_name(job: Job) -> str:
+    """What adapter_config.json names as the base: the hub's name, or the folder for a model that a package carries."""
+    source = job.backbone.source
+    return job.backbone.name if isinstance(source, str) or not job.backbone.name.startswith("package:") else str(source)
+
+
+def _result(job: Job, federation: Federation, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    recipe, info, dim = job.recipe, job.info, job.problem.dim
+    names = [*metric_for(job.task).names, "eval_loss"]
+    scored = [line for line in metrics if "eval_loss" in line]
+    best = {}
+    for name in names:
+        lines = [line for line in scored if line[name] is not None]
+        if lines:
+            top = (min if name == "eval_loss" else max)(lines, key=lambda line: line[name])
+            best[name] = {"value": top[name], "round": top["round"]}
+    frozen = sum(value.numel() for value in job.model.parameters()) - dim
+    totals = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
+    return {
+        "status": "finished",
+        "algorithm": recipe.algorithm["name"],
+        "task": job.task.name,
+        "primary": metric_for(job.task).primary,
+        "final": {name: scored[-1][name] for name in names},
+        "best": best,
+        "target": recipe.eval.target,
+        "rounds": federation.round,
+        "rounds_to_target": _rounds_to(recipe.eval.target, metrics),
+        "totals": {name: round_to(sum(line[name] for line in metrics)) for name in totals},
+        "rejected": sum(len(line["rejected"]) for line in metrics),
+        "trainable_parameters": dim,
+        "client_memory": client_memory(job.algorithm, info, dim, frozen),
+        "client_state_bytes": {
+            "a_client": 4 * stored_values(job.algorithm, info, dim),
+            "all": federation.clients.nbytes(),
+        },
+        "seed": recipe.run.seed,
+        "machine": {
+            "device": str(job.machine.device),
+            "threads": job.machine.threads,
+            "precision": job.machine.precision,
+            "cohort": job.cohort,
+        },
+        "versions": versions(),
+    }
+
+
+def export_adapter(folder: Path, out: Path | None = None) -> Path:
+    """Writes the adapter of a run's newest good checkpoint, finished or not, to `out`, default <run>/adapter."""
+    if not (folder / "recipe.yaml").is_file():
+        raise UserError(f"{folder}: not a run folder (it has no recipe.yaml)")
+    checkpoints = Checkpoints(folder / "checkpoints", warn=lambda text: console.print(f"[yellow]{text}[/]"))
+    snapshot = checkpoints.latest()
+    if snapshot is None:
+        raise UserError(f"{folder}: has no whole checkpoint to export")
+    job = assemble(load_recipe(folder / "recipe.yaml"), cohort=snapshot.facts["cohort"])
+    federation = blank(job.algorithm, job.problem, job.info)
+    snapshot.restore(federation)
+    job.problem.space.scatter(job.model, federation.x)
+    job.problem.release()
+    return save_adapter(job.model, out or folder / "adapter", _base_name(job), job.backbone.tokenizer)
+
+
+def versions() -> dict[str, str]:
+    """Versions that a result depends on."""
+    names = ("torch", "transformers", "peft", "accelerate", "datasets", "evaluate", "safetensors")
+    return {"fedllm": __version__, "python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def _read(folder: Path) -> RunResult:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return RunResult(folder, result, [json.loads(line) for line in lines])
