@@ -23,7 +23,15 @@ _HOME = {
     "load_recipe": "recipe",
     "run_recipe": "run",
 }
-__all__ = list(_HOME)
+__all__ = [
+    "Algorithm",
+    "Problem",
+    "QuadraticProblem",
+    "load_algorithm",
+    "load_recipe",
+    "run_recipe",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> Any:

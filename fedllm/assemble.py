@@ -71,20 +71,20 @@ def usable_cores() -> int:
 def fast_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 products are faster than float32 ones here: in hardware, not emulated."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def find_machine(recipe: Recipe) -> Machine:
     """The device, threads and precision of a run; sets the process's threads.
 
-    accelerate starts CPU processes with one thread each, so the number is set here, from the cores this process may use.
+    accelerate starts CPU processes with one thread each, so the number is set here, from the cores it may use.
     """
     wanted = recipe.run.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "run.device=cuda: this machine has no GPU that torch can use; set run.device=auto or cpu, or install a CUDA "
-            "build of torch"
+            "run.device=cuda: this machine has no GPU that torch can use; set run.device=auto or cpu, or install "
+            "a CUDA build of torch"
         )
     accelerator = Accelerator(cpu=wanted == "cpu" or not torch.cuda.is_available())
     if accelerator.num_processes > 1:
@@ -195,15 +195,16 @@ def _check_length(recipe: Recipe, backbone: Backbone) -> None:
 def plan_table(job: Job) -> Table:
     """What a run will do, in numbers: the output of --dry-run."""
     recipe, info, machine = job.recipe, job.info, job.machine
+    settings, lora, dim = recipe.algorithm, recipe.lora, job.problem.dim
     sizes = np.array([len(part) for part in job.parts])
     sent = traffic(job.algorithm, info, job.problem.dim)
     frozen = sum(value.numel() for value in job.model.parameters()) - job.problem.dim
     memory = client_memory(job.algorithm, info, job.problem.dim, frozen)
     where = f"{machine.device.type}, {machine.threads} threads" if machine.device.type == "cpu" else str(machine.device)
     rows = {
-        "algorithm": f"{recipe.algorithm['name']}, lr {recipe.algorithm['lr']}, server_lr {recipe.algorithm['server_lr']}",
+        "algorithm": f"{settings['name']}, lr {settings['lr']}, server_lr {settings['server_lr']}",
         "model": f"{recipe.model.name} ({job.backbone.source}), {frozen:,} frozen parameters",
-        "trainable parameters": f"{job.problem.dim:,} (LoRA rank {recipe.lora.rank} on {', '.join(recipe.lora.targets)}, and the head)",
+        "trainable parameters": f"{dim:,} (LoRA rank {lora.rank} on {', '.join(lora.targets)}, and the head)",
         "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
         "data": f"{job.task.name}: {len(job.task.train):,} training, {len(job.task.validation):,} validation samples",
         "clients": f"{len(job.parts)}, {info.sampled} a round, {info.tracked} of them tracked",
@@ -211,7 +212,7 @@ def plan_table(job: Job) -> Table:
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
         "bytes a round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
-        "vectors a round": f"{vectors_per_round(job.algorithm, info, job.problem.dim):.3g} model-sized, per sampled client",
+        "vectors a round": f"{vectors_per_round(job.algorithm, info, dim):.3g} model-sized, per sampled client",
         "client memory": f"{4 * sum(memory.values()) / 2**20:,.1f} MiB of weights and state",
         "runs on": f"{where}, {machine.precision}, cohorts of {job.cohort}",
         "run folder": str(run_folder(recipe)),

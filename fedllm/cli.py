@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fedllm", description="Federated LoRA fine-tuning.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    run = _command(commands, "run", _run, "run a recipe", epilog=_RecipeHelp())
+    run = _command(commands, "run", _run, "run a recipe", _RecipeHelp)
     _recipe_arguments(run)
     run.add_argument("--dry-run", action="store_true", help="check everything up to the first step and print the plan")
 
@@ -44,9 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("runs", nargs="+", type=Path, help="run folders")
     report.add_argument("--out", type=Path, help="folder for tables and figures")
 
-    partition = _command(
-        commands, "partition", _partition, "write the partition file of a recipe", epilog=_RecipeHelp()
-    )
+    partition = _command(commands, "partition", _partition, "write the partition file of a recipe", _RecipeHelp)
     _recipe_arguments(partition)
     partition.add_argument("--out", type=Path, help="file; default partitions/<a name made of the arguments>")
 
@@ -73,15 +71,9 @@ def _command(
     name: str,
     handler: Handler,
     help: str,
-    epilog: object = None,
+    formatter: type[argparse.HelpFormatter] = argparse.HelpFormatter,
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=help,
-        description=help,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,  # type: ignore[arg-type]
-    )
+    parser = commands.add_parser(name, help=help, description=help, formatter_class=formatter)
     parser.set_defaults(handler=handler)
     return parser
 
@@ -91,16 +83,14 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example algorithm.lr=3e-4")
 
 
-class _RecipeHelp(str):
-    """The keys of a recipe, read from the dataclasses only when the help is really printed."""
+class _RecipeHelp(argparse.RawDescriptionHelpFormatter):
+    """Adds the keys of a recipe, read from the dataclasses only when help is really printed."""
 
-    def __mod__(self, _: object) -> str:
+    def format_help(self) -> str:
         from fedllm.recipe import help_text
 
-        return "Keys of a recipe (YAML section.key, or section.key=value on the command line):\n\n" + help_text()
-
-    def __bool__(self) -> bool:
-        return True
+        title = "Keys of a recipe (YAML, or section.key=value on the command line):"
+        return f"{super().format_help()}\n{title}\n\n{help_text()}\n"
 
 
 def _run(arguments: argparse.Namespace) -> int:

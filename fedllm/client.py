@@ -91,7 +91,7 @@ class FederatedOptimizer(torch.optim.Optimizer):
 
 
 class Client:
-    """A site with its own model and data. `state` {name: [1, d]} is what it keeps between rounds; save it with the site."""
+    """A site with its own model and data. `state` {name: [1, d]} is what it keeps from round to round."""
 
     def __init__(self, model: nn.Module, algorithm: Algorithm, info: RoundInfo) -> None:
         self.model, self.algorithm, self.info = model, algorithm, info

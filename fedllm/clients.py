@@ -12,8 +12,8 @@ from fedllm.algorithms.base import State
 class ClientStore:
     """Vectors {name: [d]} of each client, on the CPU, created when a client is first written.
 
-    initial(count): rows {name: [count, d]} of clients that were never written. changed: clients written since a checkpoint
-    last took them.
+    initial(count): rows {name: [count, d]} of clients that were never written. changed: clients written since the
+    last checkpoint.
     """
 
     def __init__(self, initial: Callable[[int], State]) -> None:

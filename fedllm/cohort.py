@@ -72,7 +72,7 @@ class CohortModel:
                     id(inner) for part in _LORA_PARTS for inner in getattr(module, part, nn.Module()).modules()
                 }
                 names = [f"{name}.{part}.{_adapter(module)}.weight" for part in ("lora_A", "lora_B")]
-                self._take(module, self._lora(module, *names, layer=layers))
+                self._take(module, self._lora(module, names[0], names[1], layers))
                 served.update(names)
                 layers += 1
             elif isinstance(module, nn.Linear) and f"{name}.weight" in trainable:
@@ -88,7 +88,7 @@ class CohortModel:
             )
 
     def _take(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         self._taken.append(module)
 
     def _lora(self, module: Any, a: str, b: str, layer: int) -> Callable[..., Tensor]:

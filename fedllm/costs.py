@@ -64,7 +64,7 @@ def vectors_per_round(alg: Algorithm, info: RoundInfo, dim: int) -> float:
 
 
 def simulated_seconds(compute_seconds: float, client_bytes: int, bandwidth_mbit: float) -> float:
-    """SRT of one round: local compute time of the slowest client plus its bytes over a link of bandwidth_mbit Mbit/s."""
+    """SRT of one round: compute time of the slowest client plus its bytes over a link of that bandwidth."""
     return compute_seconds + client_bytes * 8 / (bandwidth_mbit * 1e6)
 
 

@@ -33,7 +33,7 @@ def _mix(h: Tensor) -> Tensor:
 
 
 def row_keys(seed: int, round: int, step: int, clients: Sequence[int], slots: Tensor) -> Tensor:
-    """Keys [R] (int32) of the rows of a micro-batch: clients' rows in order, slots [C, n] = place in the client's batch."""
+    """Keys [R] (int32) of a micro-batch's rows, client by client; slots [C, n]: places in the client's own batch."""
     keys = [derive(seed, "dropout", round, client, step) & 0x7FFFFFFF for client in clients]
     return _mix(torch.tensor(keys, dtype=torch.int32)[:, None] + slots.to(torch.int32) * 0x3504F333).reshape(-1)
 

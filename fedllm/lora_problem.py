@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fedllm.batches import ClientBatches, MicroBatch, micro_batches
 from fedllm.blocks import BlockPartition
 from fedllm.cohort import CohortModel
-from fedllm.tokens import Tokens
 from fedllm.dropout import row_keys
 from fedllm.problem import Problem
 from fedllm.space import ParameterSpace
+from fedllm.tokens import Tokens
 
 # Padded tokens that one more slice costs as much as, by device: what a pass pays however small it is.
 SLICE_OVERHEAD = {"cpu": 64.0, "cuda": 4096.0}

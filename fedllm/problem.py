@@ -87,7 +87,8 @@ class QuadraticProblem(Problem):
 
     def optimum(self) -> Tensor:
         """The minimiser [d] of mean_i f_i."""
-        return torch.linalg.solve(self.H.mean(0), (self.H @ self.a[..., None]).mean(0)[..., 0])
+        solution: Tensor = torch.linalg.solve(self.H.mean(0), (self.H @ self.a[..., None]).mean(0)[..., 0])
+        return solution
 
     def initial(self) -> Tensor:
         return self._x0.clone()

@@ -1,4 +1,4 @@
-"""A recipe: YAML and key=value overrides in, frozen dataclasses out. These dataclasses are the only description of a setting."""
+"""A recipe: YAML and key=value overrides in, frozen dataclasses out, which are the only description of a setting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import yaml
 
@@ -110,7 +110,7 @@ class Eval:
 
 @dataclass(frozen=True)
 class Run:
-    """How and where it runs; nothing here but seed, precision and cohort touches a number, and cohort only its rounding."""
+    """How and where it runs; but for seed and precision, nothing here touches more than the rounding of a number."""
 
     seed: int = setting(0, "seed of every draw but the partition's")
     dir: str | None = setting(None, "run folder; null = runs/<recipe>-s<seed>")
@@ -194,7 +194,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         if not isinstance(values[section], Mapping):
             raise UserError(f"{where}: {section}: found {values[section]!r}, expected keys and values")
     algorithm = _algorithm(values.get("algorithm", {}), where)
-    sections = {name: build(cls, values.get(name, {}), f"{where}: {name}") for name, cls in SECTION_TYPES.items()}
+    sections: dict[str, Any] = {
+        name: build(cls, values.get(name, {}), f"{where}: {name}") for name, cls in SECTION_TYPES.items()
+    }
     if sections["data"].name is None and sections["data"].train is None:
         raise UserError(
             f"{where}: data.name: missing; expected a data set's name, or data.train with data.text, data.label"
@@ -276,15 +278,9 @@ def help_text() -> str:
         lines.append(f"{section}: {(cls.__doc__ or '').splitlines()[0]}")
         defaults = cls()
         for field in dataclasses.fields(cls):
-            kind = describe(_hint(cls, field.name))
+            kind = describe(get_type_hints(cls)[field.name])
             default = "null" if (value := getattr(defaults, field.name)) is None else value
             lines.append(f"  {section}.{field.name:<18} {field.metadata['help']}  [{kind}; default {default}]")
         lines.append("")
     lines.append("algorithm: name, lr, server_lr, ...: see `fedllm algorithms` and `fedllm algorithms NAME`")
     return "\n".join(lines)
-
-
-def _hint(cls: type, name: str) -> Any:
-    from typing import get_type_hints
-
-    return get_type_hints(cls)[name]

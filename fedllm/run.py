@@ -120,7 +120,7 @@ def _train(
     facts = {"cohort": job.cohort, "threads": job.machine.threads, "precision": job.machine.precision}
     path = folder / "metrics.jsonl"
     replace_text(path, "".join(json.dumps(line) + "\n" for line in metrics))
-    with RoundProgress(info.total, federation.round) as progress, _events(folder, federation.round) as events:
+    with RoundProgress(info.total, federation.round) as progress, _Events(folder, federation.round) as events:
         plan = Plan(job.cohort, recipe.federation.min_clients, progress.step)
         while not _complete(recipe, federation.round, metrics):
             began = time.perf_counter()
@@ -186,7 +186,7 @@ def _append(path: Path, line: dict[str, Any]) -> None:
         raise RunError(f"{path} could not be written: {error}; the last checkpoint is intact") from error
 
 
-class _events:
+class _Events:
     """TensorBoard events of a run, in its folder; events of rounds that a resumed run repeats are purged."""
 
     def __init__(self, folder: Path, done: int) -> None:
@@ -194,7 +194,7 @@ class _events:
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
 
-    def __enter__(self) -> _events:
+    def __enter__(self) -> _Events:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -238,7 +238,7 @@ def _finish(job: Job, federation: Federation, metrics: list[dict[str, Any]], fol
         job.problem.release()
     final = ", ".join(f"{name} {value:.4f}" for name, value in result["final"].items() if value is not None)
     console.print(
-        f"[bold]{folder}[/]: {final} after {federation.round} rounds; adapter in {folder / 'adapter'}, curves in {picture}"
+        f"[bold]{folder}[/]: {final} after {federation.round} rounds; adapter in {folder}/adapter, curves in {picture}"
     )
     return RunResult(folder, result, metrics)
 

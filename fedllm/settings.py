@@ -54,28 +54,28 @@ def describe(annotation: Any) -> str:
     return _NUMBER.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
-class _Mismatch(Exception):
+class MismatchError(Exception):
     """A value that does not fit its annotation; the caller names the key."""
 
 
 def _number(value: Any, kind: type) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise _Mismatch
+        raise MismatchError
     try:
         number = float(value)
     except ValueError:
-        raise _Mismatch from None
+        raise MismatchError from None
     if not math.isfinite(number):
-        raise _Mismatch
+        raise MismatchError
     if kind is float:
         return number
     if number != int(number):
-        raise _Mismatch
+        raise MismatchError
     return int(value) if isinstance(value, str) and value.strip().lstrip("+-").isdigit() else int(number)
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-    """`value` as its annotated type; PyYAML's strings such as '3e-4' become numbers. Raises _Mismatch."""
+    """`value` as its annotated type; PyYAML's strings such as '3e-4' become numbers. Raises MismatchError."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return value
@@ -85,31 +85,31 @@ def coerce(value: Any, annotation: Any) -> Any:
         for arg in (arg for arg in args if arg is not type(None)):
             try:
                 return coerce(value, arg)
-            except _Mismatch:
+            except MismatchError:
                 continue
-        raise _Mismatch
+        raise MismatchError
     if origin is Literal:
         for choice in args:
             if value == choice and isinstance(value, bool) == isinstance(choice, bool):
                 return choice
-        raise _Mismatch
+        raise MismatchError
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
-            raise _Mismatch
+            raise MismatchError
         if origin is list or args[-1] is Ellipsis:
             return origin(coerce(item, args[0]) for item in value)
         if len(value) != len(args):
-            raise _Mismatch
+            raise MismatchError
         return tuple(coerce(item, arg) for item, arg in zip(value, args, strict=True))
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise _Mismatch
+            raise MismatchError
         return {coerce(key, args[0]): coerce(item, args[1]) for key, item in value.items()}
     if annotation in (int, float):
         return _number(value, annotation)
     if isinstance(annotation, type) and isinstance(value, annotation):
         return value
-    raise _Mismatch
+    raise MismatchError
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str, *, ignore: tuple[str, ...] = ()) -> T:
@@ -136,7 +136,7 @@ def build(cls: type[T], values: Mapping[str, Any], where: str, *, ignore: tuple[
             continue
         try:
             filled[name] = coerce(value, hint)
-        except _Mismatch:
+        except MismatchError:
             raise UserError(f"{where}.{key}: found {value!r}, expected {describe(hint)}") from None
     try:
         return cls(**filled)

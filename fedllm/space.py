@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ParameterSpace:
-    """Names and shapes of the trainable parameters, in the order of the model's named_parameters, task head included."""
+    """Names and shapes of the trainable parameters, task head included, in the order of named_parameters."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -35,10 +35,9 @@ class ParameterSpace:
 
     def views(self, X: Tensor) -> dict[str, Tensor]:
         """{name: [C, *shape]} as views into X [C, d]; differentiable, at the cost of one concatenation for all."""
-        parts = X.split(self.sizes, dim=1)
+        parts = torch.split(X, self.sizes, dim=1)
         return {
-            name: part.unflatten(1, shape) if shape else part[:, 0]
-            for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
+            name: part.view(len(X), *shape) for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
         }
 
     def gather(self, module: nn.Module, *, grad: bool = False) -> Tensor:

@@ -100,7 +100,7 @@ class Checkpoints:
         return final
 
     def latest(self) -> Snapshot | None:
-        """The newest checkpoint that is whole, or None. A torn or altered one is named through `warn` and passed over."""
+        """The newest checkpoint that is whole, or None. A torn or altered one is named by `warn` and passed over."""
         for folder in self._newest():
             try:
                 return _load(folder)

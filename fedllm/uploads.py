@@ -12,8 +12,8 @@ from fedllm.algorithms.base import State
 def faults(upload: State, lengths: Mapping[str, int], dtype: torch.dtype, rows: int) -> dict[int, str]:
     """Row -> why it must be rejected, for an upload {name: [C, length]} of `rows` clients; empty where all is well.
 
-    lengths: the names expected, each with its number of values. A wrong name, shape or dtype rejects every row, since it
-    cannot be told whose values are whose; a value that is not finite rejects its own row only.
+    lengths: the names expected, each with its number of values. A wrong name, shape or dtype rejects every row, since
+    it cannot be told whose values are whose; a value that is not finite rejects its own row only.
     """
     if set(upload) != set(lengths):
         reason = f"found tensors {sorted(upload)}, expected {sorted(lengths)}"

@@ -1,0 +1,59 @@
+"""Dropout masks are a function of who and where."""
+
+from __future__ import annotations
+
+import torch
+
+from fedllm.dropout import dropout, row_keys
+
+
+def keys(clients: list[int], slots: list[list[int]], step: int = 0) -> torch.Tensor:
+    return row_keys(7, 1, step, clients, torch.tensor(slots))
+
+
+def test_a_rows_mask_does_not_depend_on_the_rows_around_it() -> None:
+    x = torch.ones(4, 6, 10)
+    both = dropout(x, 0.3, 5, keys([3, 8], [[0, 1], [0, 1]]))
+    alone = dropout(x[:1], 0.3, 5, keys([8], [[1]]))
+    assert torch.equal(both[3:], alone)
+
+
+def test_padding_does_not_change_the_mask() -> None:
+    k = keys([3], [[0, 1]])
+    assert torch.equal(dropout(torch.ones(2, 9, 7), 0.5, 0, k)[:, :4], dropout(torch.ones(2, 4, 7), 0.5, 0, k))
+
+
+def test_rate_and_scale() -> None:
+    x = torch.ones(64, 32, 96)
+    dropped = dropout(x, 0.1, 2, keys(list(range(8)), [list(range(8))] * 8))
+    share = float((dropped == 0).float().mean())
+    assert abs(share - 0.1) < 5 * (0.09 / x.numel()) ** 0.5
+    kept = dropped[dropped != 0]
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / 0.9), rtol=2e-5, atol=0)
+
+
+def test_every_coordinate_of_the_counter_matters_and_masks_are_uncorrelated() -> None:
+    x = torch.ones(32, 16, 64)
+    slots = [list(range(32))]
+    base = keys([1], slots)
+    masks = {
+        "base": dropout(x, 0.5, 0, base),
+        "layer": dropout(x, 0.5, 1, base),
+        "step": dropout(x, 0.5, 0, keys([1], slots, step=1)),
+        "client": dropout(x, 0.5, 0, keys([2], slots)),
+        "round": dropout(x, 0.5, 0, row_keys(7, 2, 0, [1], torch.tensor(slots))),
+        "seed": dropout(x, 0.5, 0, row_keys(8, 1, 0, [1], torch.tensor(slots))),
+    }
+    bound = 5 / x.numel() ** 0.5
+    for name, mask in masks.items():
+        if name != "base":
+            assert abs(float(((masks["base"] - 1) * (mask - 1)).mean())) < bound, name
+    m = masks["base"] - 1
+    for dim in range(3):
+        shifted = m.roll(1, dims=dim)
+        assert abs(float((m * shifted).mean())) < bound
+
+
+def test_rate_zero_is_the_identity() -> None:
+    x = torch.randn(2, 3)
+    assert dropout(x, 0.0, 0, keys([0], [[0, 1]])) is x
