@@ -177,7 +177,7 @@ _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "l
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file, with overrides "section.key=value" on top.
+    """The recipe in a YAML file, with overrides "section.key=value" or "section={...}" on top.
 
     A file may say `extends: other.yaml` (beside it) and give only what differs.
     Raises UserError naming file, key, what was found and what was expected, before any model is loaded.
@@ -245,12 +245,15 @@ def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
-    if not (equals and dot and section and name):
+    if not (equals and section and bool(dot) == bool(name)):
         raise UserError(f"override '{override}': expected section.key=value, for example algorithm.lr=3e-4")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(f"override '{override}': the value is not readable as YAML: {error}") from error
+    if not dot:
+        values[section] = value
+        return
     current = values.get(section)
     values[section] = {**(current if isinstance(current, Mapping) else {}), name: value}
 
