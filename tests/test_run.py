@@ -1,0 +1,280 @@
+"""Runs end to end on a tiny model: the folder they leave, resume, rejection, and what happens when things go wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from fedllm import load_recipe, run_recipe, state
+from fedllm.costs import traffic
+from fedllm.data import load_task
+from fedllm.errors import RunError, UserError
+from fedllm.lora_problem import LoraProblem
+from fedllm.run import RunResult, export_adapter
+from fedllm.state import Checkpoints
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def adapter(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def same_bits(a: Path, b: Path) -> bool:
+    first, second = adapter(a), adapter(b)
+    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def numbers(result: RunResult) -> list[dict[str, object]]:
+    timed = {"seconds", "simulated_seconds", "eval_seconds"}
+    return [{name: value for name, value in line.items() if name not in timed} for line in result.metrics]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return run_recipe(tiny / "recipe.yaml", ["eval.target={accuracy: 0.4}"], tmp_path_factory.mktemp("runs") / "whole")
+
+
+def test_the_run_folder_holds_what_is_promised(finished: RunResult) -> None:
+    folder = finished.folder
+    for name in ("recipe.yaml", "metrics.jsonl", "result.json", "adapter/adapter_config.json", "curves.png"):
+        assert (folder / name).is_file(), name
+    assert list((folder / "tensorboard").glob("events*"))
+    assert load_recipe(folder / "recipe.yaml").algorithm["name"] == "fadamgc"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert {"train_loss", "accuracy", "bytes_up", "bytes_down", "seconds", "simulated_seconds"} <= set(line)
+        assert len(line["clients"]) == 5
+        assert line["rejected"] == {}
+    result = json.loads((folder / "result.json").read_text())
+    assert result["final"]["accuracy"] == lines[-1]["accuracy"]
+    assert result["best"]["accuracy"]["value"] == max(line["accuracy"] for line in lines)
+    first = next((line["round"] for line in lines if line["accuracy"] >= 0.4), None)
+    assert result["rounds_to_target"] == first
+    assert result["totals"]["bytes_up"] == sum(line["bytes_up"] for line in lines)
+    assert {"torch", "transformers", "peft", "python"} <= set(result["versions"])
+
+
+def test_bytes_are_those_of_the_tensors_sent(finished: RunResult) -> None:
+    """FAdamGC: x and y down to S = 5, the update up from S, the change of y up from T = 3; 4 bytes a number."""
+    d = finished.result["trainable_parameters"]
+    assert [line["bytes_down"] for line in finished.metrics] == [4 * 5 * 2 * d] * 4
+    assert [line["bytes_up"] for line in finished.metrics] == [4 * (5 * d + 3 * d)] * 4
+    client_ms = 4 * 4 * d * 8 / 100e6
+    assert all(line["simulated_seconds"] >= round(client_ms, 4) for line in finished.metrics)
+
+
+def test_clients_state_costs_what_costs_say(finished: RunResult) -> None:
+    seen = {client for line in finished.metrics for client in line["clients"]}
+    cost = finished.result["client_state_bytes"]
+    assert cost["a_client"] == 4 * 3 * finished.result["trainable_parameters"]  # y_i, v_i, vhat_i
+    assert cost["all"] == len(seen) * cost["a_client"]
+
+
+def test_exported_adapter_in_plain_peft_gives_the_stated_accuracy(finished: RunResult, tiny: Path) -> None:
+    folder = finished.folder / "adapter"
+    base = AutoModelForSequenceClassification.from_pretrained(tiny / "bert", num_labels=2)
+    model = PeftModel.from_pretrained(base, folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    task = load_task(load_recipe(tiny / "recipe.yaml").data)
+    inputs = tokenizer(task.validation.texts[0], padding=True, truncation=True, max_length=16, return_tensors="pt")
+    with torch.no_grad():
+        predicted = model(**inputs).logits.argmax(1).numpy()
+    assert float((predicted == task.validation.labels).mean()) == finished.result["final"]["accuracy"]
+
+
+def test_same_recipe_same_bits(finished: RunResult, tiny: Path, tmp_path: Path) -> None:
+    again = run_recipe(tiny / "recipe.yaml", ["eval.target={accuracy: 0.4}"], tmp_path / "again")
+    assert same_bits(finished.folder, again.folder)
+    assert numbers(again) == numbers(finished)
+
+
+def test_another_seed_gives_other_numbers(finished: RunResult, tiny: Path, tmp_path: Path) -> None:
+    other = run_recipe(tiny / "recipe.yaml", ["run.seed=1"], tmp_path / "other")
+    assert not same_bits(finished.folder, other.folder)
+
+
+def test_a_finished_run_is_read_not_run_again(finished: RunResult, tiny: Path) -> None:
+    before = (finished.folder / "result.json").stat().st_mtime_ns
+    again = run_recipe(tiny / "recipe.yaml", ["eval.target={accuracy: 0.4}"], finished.folder)
+    assert again.metrics == finished.metrics
+    assert (finished.folder / "result.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("name", ["fadamgc", "fedadamw", "localadam"])
+def test_resumed_equals_uninterrupted_bit_for_bit(tiny: Path, tmp_path: Path, name: str) -> None:
+    overrides = [f"algorithm={{name: {name}, lr: 1.0e-2}}", "run.checkpoint_every=2"]
+    whole = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / "whole")
+    cut = tmp_path / "cut"
+    shutil.copytree(whole.folder, cut)
+    for later in ("result.json", "adapter", "checkpoints/000004"):
+        path = cut / later
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with (cut / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 5, "trai')  # a line torn by a kill
+    resumed = run_recipe(tiny / "recipe.yaml", overrides, cut)
+    assert same_bits(whole.folder, cut)
+    assert numbers(resumed) == numbers(whole)
+
+
+def test_kill_9_at_any_moment_and_start_again(tiny: Path, tmp_path: Path, finished: RunResult) -> None:
+    """The process is killed at three moments, then left to finish; the adapter is the uninterrupted one, bit for bit."""
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-m", "fedllm.cli", "run", str(tiny / "recipe.yaml"), f"run.dir={folder}"]
+    command += ["eval.target={accuracy: 0.4}"]
+    for lines in (1, 2, 3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=REPO)
+        until = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < until:
+            path = folder / "metrics.jsonl"
+            if path.is_file() and len(path.read_text().splitlines()) >= lines:
+                break
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert same_bits(folder, finished.folder)
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(
+    tiny: Path, tmp_path: Path, finished: RunResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "torn"
+    shutil.copytree(finished.folder, folder)
+    (folder / "result.json").unlink()
+    torn = folder / "checkpoints" / "000004" / "server.safetensors"
+    data = bytearray(torn.read_bytes())
+    data[-1] ^= 1
+    torn.write_bytes(data)
+    run_recipe(tiny / "recipe.yaml", ["eval.target={accuracy: 0.4}"], folder)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "000004 is damaged (server.safetensors does not match its digest)" in said
+    assert "going on after round 3" in said
+    assert same_bits(folder, finished.folder)
+
+
+def test_a_poisoned_client_is_rejected_by_name_and_the_round_goes_on(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = LoraProblem.loss_and_gradient
+
+    def poisoned(self: LoraProblem, X: Tensor, clients: list[int], round: int, step: int) -> tuple[Tensor, Tensor]:
+        loss, G = plain(self, X, clients, round, step)
+        if 2 in clients:
+            G[list(clients).index(2)] = torch.nan
+        return loss, G
+
+    monkeypatch.setattr(LoraProblem, "loss_and_gradient", poisoned)
+    result = run_recipe(tiny / "recipe.yaml", ["federation.clients_per_round=8"], tmp_path / "poisoned")
+    for line in result.metrics:
+        assert list(line["rejected"]) == ["2"]
+        assert "not finite" in line["rejected"]["2"]
+    assert result.result["rejected"] == 4
+    assert all(bool(torch.isfinite(value).all()) for value in adapter(result.folder).values())
+    assert "client 2 rejected" in capsys.readouterr().out
+    with pytest.raises(RunError, match=r"7 accepted uploads, federation.min_clients asks for 8"):
+        run_recipe(
+            tiny / "recipe.yaml",
+            ["federation.clients_per_round=8", "federation.min_clients=8"],
+            tmp_path / "too_few",
+        )
+
+
+def test_a_full_disk_while_saving_keeps_the_last_checkpoint(
+    tiny: Path, tmp_path: Path, finished: RunResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "full"
+    real, calls = state.save_file, []
+
+    def full_disk(tensors: dict[str, Tensor], path: Path) -> None:
+        if "x" in tensors:
+            calls.append(path)
+        if len(calls) > 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(tensors, path)
+
+    monkeypatch.setattr(state, "save_file", full_disk)
+    overrides = ["eval.target={accuracy: 0.4}"]
+    with pytest.raises(RunError, match=r"checkpoint of round 3 could not be written.*No space left.*round 2 is intact"):
+        run_recipe(tiny / "recipe.yaml", overrides, folder)
+    assert not list((folder / "checkpoints").glob(".writing*"))
+    monkeypatch.undo()
+    snapshot = Checkpoints(folder / "checkpoints", warn=pytest.fail).latest()
+    assert snapshot is not None
+    assert snapshot.round == 2
+    run_recipe(tiny / "recipe.yaml", overrides, folder)
+    assert same_bits(folder, finished.folder)
+
+
+def test_checkpoints_link_what_has_not_changed_and_keep_two(finished: RunResult) -> None:
+    folders = sorted((finished.folder / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["000003", "000004"]
+    trained = set(finished.metrics[3]["clients"])
+    kept = {int(path.stem) for path in (folders[0] / "clients").iterdir()}
+    for client in kept:
+        one, two = (folder / "clients" / f"{client}.safetensors" for folder in folders)
+        assert (one.stat().st_ino == two.stat().st_ino) == (client not in trained)
+
+
+def test_another_recipe_does_not_touch_a_runs_folder(finished: RunResult, tiny: Path) -> None:
+    with pytest.raises(UserError, match=r"algorithm.lr: 0.01 there, 0.5 here"):
+        run_recipe(tiny / "recipe.yaml", ["algorithm.lr=0.5", "eval.target={accuracy: 0.4}"], finished.folder)
+    with pytest.raises(UserError, match="run.resume=never"):
+        run_recipe(tiny / "recipe.yaml", ["run.resume=never"], finished.folder)
+
+
+def test_export_writes_the_newest_checkpoints_adapter(finished: RunResult, tmp_path: Path) -> None:
+    out = export_adapter(finished.folder, tmp_path / "out")
+    exported, saved = load_file(out / "adapter_model.safetensors"), adapter(finished.folder)
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
+
+
+def test_run_stops_at_the_target_when_asked(tiny: Path, tmp_path: Path) -> None:
+    overrides = ["eval={target: {accuracy: 0.01}, stop_at_target: true}"]
+    result = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / "early").result
+    assert (result["rounds"], result["rounds_to_target"]) == (1, 1)
+
+
+def test_every_algorithm_trains_a_lora_model(tiny: Path, tmp_path: Path) -> None:
+    """Each algorithm on the LoRA path, two rounds: finite, moved, and the bytes that its declarations predict."""
+    from fedllm.algorithms import algorithm_names
+    from fedllm.assemble import assemble
+
+    names = algorithm_names()
+    assert len(names) == 15
+    for name in names:
+        overrides = [f"algorithm={{name: {name}, lr: 1.0e-2}}", "federation.rounds=2"]
+        result = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / name)
+        job = assemble(load_recipe(tiny / "recipe.yaml", overrides))
+        predicted = traffic(job.algorithm, job.info, job.problem.dim)
+        for line in result.metrics:
+            assert (line["bytes_up"], line["bytes_down"]) == (predicted.bytes_up, predicted.bytes_down), name
+        assert all(bool(torch.isfinite(value).all()) for value in adapter(result.folder).values()), name
+
+
+def test_regression_task_trains_and_reports_correlations(tiny: Path, tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        rows = (tiny / f"{split}.csv").read_text().splitlines()
+        scored = [rows[0]] + [f"{row.split(',')[0]},{i % 7 / 2 + 0.25},s" for i, row in enumerate(rows[1:])]
+        (tmp_path / f"{split}.csv").write_text("\n".join(scored) + "\n")
+    overrides = [f"data.train={tmp_path / 'train.csv'}", f"data.validation={tmp_path / 'validation.csv'}"]
+    result = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / "regression").result
+    assert result["primary"] == "pearson"
+    assert set(result["final"]) == {"pearson", "spearmanr", "eval_loss"}
