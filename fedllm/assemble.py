@@ -22,6 +22,7 @@ from fedllm.console import stage
 from fedllm.costs import client_memory, traffic, vectors_per_round
 from fedllm.data import Task, load_task
 from fedllm.errors import UserError
+from fedllm.hub import local_hub
 from fedllm.lora import attach_lora
 from fedllm.lora_problem import LoraProblem
 from fedllm.metrics import metric_for
@@ -120,10 +121,12 @@ def assemble(recipe: Recipe, cohort: int | None = None) -> Job:
     machine = find_machine(recipe)
     algorithm = recipe.load_algorithm()
     hub = recipe.run.local_hub
+    local_hub(hub)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
         task = load_task(recipe.data, hub, progress)
     _check_target(recipe, task)
     parts = get_partition(recipe.partition, task)
+    _check_parts(parts, recipe)
     with stage(f"loading {recipe.model.name}"):
         backbone = load_backbone(
             recipe.model,
@@ -182,6 +185,13 @@ def _check_target(recipe: Recipe, task: Task) -> None:
     for name in recipe.eval.target or {}:
         if name not in names:
             raise UserError(f"eval.target: found metric '{name}', expected one of {', '.join(names)} for {task.name}")
+
+
+def _check_parts(parts: list[np.ndarray], recipe: Recipe) -> None:
+    source = recipe.partition.file or f"partition.scheme={recipe.partition.scheme}"
+    for client, part in enumerate(parts):
+        if len(part) == 0:
+            raise UserError(f"{source}: client {client} has no samples; set partition.min_size to 1 or more")
 
 
 def _check_length(recipe: Recipe, backbone: Backbone) -> None:

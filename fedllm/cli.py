@@ -14,7 +14,13 @@ Handler = Callable[[argparse.Namespace], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 1 a run that could not go on, 2 a user's mistake, 130 interrupted."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes positionals in one run only: overrides after an option arrive here.
+    if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
     handler: Handler = arguments.handler
     try:
         return handler(arguments)
@@ -113,7 +119,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _partition(arguments: argparse.Namespace) -> int:
-    from fedllm.console import console
+    from fedllm.console import say
     from fedllm.data import load_task
     from fedllm.partition import get_partition, partition_name, write_partition
     from fedllm.recipe import load_recipe
@@ -125,7 +131,7 @@ def _partition(arguments: argparse.Namespace) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_partition(path, parts, recipe.partition, task)
     sizes = sorted(map(len, parts))
-    console.print(f"{path}: {len(parts)} clients, {sizes[0]:,} to {sizes[-1]:,} samples, {sum(sizes):,} in all")
+    say(f"{path}: {len(parts)} clients, {sizes[0]:,} to {sizes[-1]:,} samples, {sum(sizes):,} in all")
     return 0
 
 
@@ -147,10 +153,10 @@ def _blocks(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from fedllm.console import console
+    from fedllm.console import say
     from fedllm.run import export_adapter
 
-    console.print(f"adapter written to {export_adapter(arguments.run, arguments.out)}")
+    say(f"adapter written to {export_adapter(arguments.run, arguments.out)}")
     return 0
 
 

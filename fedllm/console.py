@@ -13,6 +13,16 @@ console = Console(highlight=False)
 _PATIENCE = 2.0  # seconds of silence before a plain line says what is being done
 
 
+def say(text: str, style: str = "") -> None:
+    """A line for the user; never broken in the middle of a path."""
+    console.print(text, style=style or None, soft_wrap=True, markup=False)
+
+
+def warn(text: str) -> None:
+    """A line that something went wrong and the run goes on."""
+    say(text, "yellow")
+
+
 @contextmanager
 def stage(what: str) -> Iterator[Callable[[str, int, int], None]]:
     """A stage of preparation; yields progress(what, done, total). Says what took longer than two seconds."""
@@ -22,7 +32,7 @@ def stage(what: str) -> Iterator[Callable[[str, int, int], None]]:
         nonlocal last
         if time.monotonic() - last > _PATIENCE:
             last = time.monotonic()
-            console.print(f"[dim]{doing}: {done:,} of {total:,}[/]")
+            say(f"{doing}: {done:,} of {total:,}", "dim")
 
     if console.is_terminal:
         with console.status(what):
@@ -30,7 +40,7 @@ def stage(what: str) -> Iterator[Callable[[str, int, int], None]]:
     else:
         yield progress
     if (took := time.monotonic() - began) > _PATIENCE:
-        console.print(f"[dim]{what}: {took:.1f} s[/]")
+        say(f"{what}: {took:.1f} s", "dim")
 
 
 class RoundProgress:
@@ -63,7 +73,7 @@ class RoundProgress:
             self._bar.update(self._task, completed=self._round + 0.99 * done / total, step=f"{done}/{total} steps")
         elif time.monotonic() - self._last > 10:
             self._last = time.monotonic()
-            console.print(f"[dim]round {self._round + 1}/{self._rounds}: {done} of {total} client-steps[/]")
+            say(f"round {self._round + 1}/{self._rounds}: {done} of {total} client-steps", "dim")
 
     def finish(self, round: int, note: str) -> None:
         """A round is done; note: its figures in a few words."""
@@ -71,4 +81,4 @@ class RoundProgress:
         if console.is_terminal:
             self._bar.update(self._task, completed=round, note=note)
         else:
-            console.print(f"round {round}/{self._rounds}  {note}")
+            say(f"round {round}/{self._rounds}  {note}")

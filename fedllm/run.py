@@ -17,7 +17,7 @@ import yaml
 
 from fedllm import __version__
 from fedllm.assemble import Job, assemble, plan_table, run_folder, with_dir
-from fedllm.console import RoundProgress, console, stage
+from fedllm.console import RoundProgress, console, say, stage, warn
 from fedllm.costs import client_memory, simulated_seconds, stored_values
 from fedllm.errors import RunError, UserError
 from fedllm.export import save_adapter
@@ -61,13 +61,15 @@ def run(recipe: Recipe) -> RunResult:
     folder = run_folder(recipe)
     _check_folder(folder, recipe)
     if (folder / "result.json").is_file():
-        console.print(f"{folder} is finished already; its result stands. For a new run choose another run.dir")
+        say(f"{folder} is finished already; its result stands. For a new run choose another run.dir")
+        if not (folder / "curves.png").is_file():
+            plot_run(folder)
         return _read(folder)
-    checkpoints = Checkpoints(folder / "checkpoints", warn=lambda text: console.print(f"[yellow]{text}[/]"))
+    checkpoints = Checkpoints(folder / "checkpoints", warn)
     snapshot = checkpoints.latest()
     job = assemble(recipe, cohort=snapshot.facts["cohort"] if snapshot else None)
     for note in job.task.notes:
-        console.print(f"[dim]{note}[/]")
+        say(note, "dim")
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "recipe.yaml", recipe.yaml())
     federation, metrics = _begin(job, snapshot)
@@ -108,7 +110,7 @@ def _begin(job: Job, snapshot: Snapshot | None) -> tuple[Federation, list[dict[s
             return start(job.algorithm, job.problem, job.info, cohort=job.cohort), []
     federation = blank(job.algorithm, job.problem, job.info)
     snapshot.restore(federation)
-    console.print(f"going on after round {snapshot.round} of {job.info.total}")
+    say(f"going on after round {snapshot.round} of {job.info.total}")
     return federation, snapshot.metrics
 
 
@@ -127,7 +129,7 @@ def _train(
             clients, tracked = sample(recipe.run.seed, federation.round, info.num_clients, info.sampled, info.tracked)
             report = run_round(job.algorithm, job.problem, federation, info, clients, tracked, plan)
             for client, why in report.rejected.items():
-                console.print(f"[yellow]round {federation.round}: client {client} rejected: {why}[/]")
+                warn(f"round {federation.round}: client {client} rejected: {why}")
             line = _line(job, federation.round, report, time.perf_counter() - began)
             if federation.round % recipe.eval.every == 0 or federation.round == info.total:
                 line |= _evaluate(job, federation)
@@ -237,9 +239,8 @@ def _finish(job: Job, federation: Federation, metrics: list[dict[str, Any]], fol
     finally:
         job.problem.release()
     final = ", ".join(f"{name} {value:.4f}" for name, value in result["final"].items() if value is not None)
-    console.print(
-        f"[bold]{folder}[/]: {final} after {federation.round} rounds; adapter in {folder}/adapter, curves in {picture}"
-    )
+    say(f"{folder}: {final} after {federation.round} rounds", "bold")
+    say(f"adapter in {folder / 'adapter'}, curves in {picture}")
     return RunResult(folder, result, metrics)
 
 
@@ -294,7 +295,7 @@ def export_adapter(folder: Path, out: Path | None = None) -> Path:
     """Writes the adapter of a run's newest good checkpoint, finished or not, to `out`, default <run>/adapter."""
     if not (folder / "recipe.yaml").is_file():
         raise UserError(f"{folder}: not a run folder (it has no recipe.yaml)")
-    checkpoints = Checkpoints(folder / "checkpoints", warn=lambda text: console.print(f"[yellow]{text}[/]"))
+    checkpoints = Checkpoints(folder / "checkpoints", warn)
     snapshot = checkpoints.latest()
     if snapshot is None:
         raise UserError(f"{folder}: has no whole checkpoint to export")

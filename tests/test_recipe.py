@@ -1,0 +1,119 @@
+"""Recipes: every one in recipes/ parses, and every mistake is named before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedllm import load_recipe
+from fedllm.errors import UserError
+from fedllm.recipe import SECTION_TYPES, help_text
+
+REPO = Path(__file__).resolve().parents[1]
+RECIPES = sorted(path for path in (REPO / "recipes").rglob("*.yaml") if "base" not in path.parts)
+
+
+def test_the_recipes_are_all_here() -> None:
+    names = {path.stem for path in RECIPES}
+    assert {"quickstart", "sst2_fadamgc", "sst2_fedadamw", "sst2_localadamw", "qqp_fadamgc", "20news_fadamgc"} <= names
+    assert len(RECIPES) == 7
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_parses_and_its_resolved_form_reads_back_the_same(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    (tmp_path / path.name).write_text(recipe.yaml())
+    assert load_recipe(tmp_path / path.name).sections() == recipe.sections()
+    assert recipe.load_algorithm().lr == recipe.algorithm["lr"]
+
+
+def write(folder: Path, text: str, name: str = "r.yaml") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+SMALL = "data: {name: glue/sst2}\nalgorithm: {name: fadamgc}\n"
+
+
+def test_overrides_and_yamls_3e4_become_numbers(tmp_path: Path) -> None:
+    overrides = ["algorithm.lr=3e-4", "federation.rounds=50", "run.seed=1", "local.steps=5", "algorithm.betas=[0.5, 0]"]
+    recipe = load_recipe(write(tmp_path, SMALL), overrides)
+    assert recipe.algorithm["lr"] == 3e-4
+    assert (recipe.federation.rounds, recipe.run.seed, recipe.local.steps) == (50, 1, 5)
+    assert recipe.algorithm["betas"] == [0.5, 0.0]
+
+
+def test_extends_gives_only_what_differs(tmp_path: Path) -> None:
+    write(tmp_path, SMALL + "local: {steps: 7, batch_size: 4}\n", "base.yaml")
+    recipe = load_recipe(write(tmp_path, "extends: base.yaml\nlocal: {batch_size: 8}\n"))
+    assert (recipe.local.steps, recipe.local.batch_size) == (7, 8)
+    write(tmp_path, "extends: r.yaml\n", "base.yaml")
+    with pytest.raises(UserError, match="extends itself"):
+        load_recipe(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.lrr=1", r"r.yaml: algorithm.lrr: unknown key \(did you mean 'lr'\?\)"),
+        ("federaton.rounds=1", r"unknown section 'federaton' \(did you mean 'federation'\?\)"),
+        ("federation.round=1", r"federation.round: unknown key \(did you mean 'rounds'\?\)"),
+        ("federation.rounds=many", r"federation.rounds: found 'many', expected a whole number"),
+        ("federation.rounds=2.5", r"federation.rounds: found 2.5, expected a whole number"),
+        ("federation.rounds=0", r"federation.rounds: found 0, expected a positive number"),
+        ("model.pretrained=maybe", r"model.pretrained: found 'maybe', expected true or false"),
+        ("model.dtype=float64", r"model.dtype: found 'float64', expected one of: float32, bfloat16"),
+        ("algorithm.betas=[0.9, 1.0]", r"betas: beta2 is 1.0, expected a number in \[0, 1\)"),
+        ("algorithm.betas=[0.9]", r"algorithm.betas: found \[0.9\], expected a list of 2 numbers"),
+        ("algorithm.lr=-1", r"lr: found -1.0, expected a positive number"),
+        ("algorithm.lr=.nan", r"algorithm.lr: found nan, expected a number"),
+        ("algorithm.name=fadamcg", r"algorithm.name: unknown algorithm 'fadamcg' \(did you mean"),
+        ("local={epochs: 1, steps: 2}", r"local.steps: found both epochs=1 and steps=2"),
+        ("run.cohort=big", r"run.cohort: found 'big', expected a whole number or one of: auto"),
+        ("data.name=null", r"data.name: missing"),
+        ("rounds=3", r"unknown section 'rounds'"),
+        ("federation", r"override 'federation': expected section.key=value"),
+        ("federation=3", r"federation: found 3, expected keys and values"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_recipe(write(tmp_path, SMALL), [override])
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    write(tmp_path, SMALL, "sst2.yaml")
+    with pytest.raises(UserError, match=r"no such recipe file; did you mean .*sst2.yaml"):
+        load_recipe(tmp_path / "sst.yaml")
+    with pytest.raises(UserError, match="not readable as YAML"):
+        load_recipe(write(tmp_path, "a: [", "bad.yaml"))
+    with pytest.raises(UserError, match="expected sections"):
+        load_recipe(write(tmp_path, "just text", "text.yaml"))
+
+
+def test_help_names_every_key() -> None:
+    text = help_text()
+    for section, cls in SECTION_TYPES.items():
+        for key in cls.__dataclass_fields__:  # type: ignore[attr-defined]
+            assert f"{section}.{key} " in text
+
+
+def test_documented_keys_of_the_design_are_all_known(tmp_path: Path) -> None:
+    text = """
+model:      {name: openai-community/gpt2, pretrained: true, dtype: float32, quantize: none}
+lora:       {rank: 16, alpha: 32, dropout: 0.0, targets: [query, value]}
+data:       {name: glue/qqp, max_length: 128}
+partition:  {scheme: dirichlet_classes, alpha: 0.1, clients: 100, seed: 0, min_size: 1}
+algorithm:  {name: fadamgc, lr: 1.0e-4, server_lr: 0.3, betas: [0.9, 0.99]}
+federation: {rounds: 300, clients_per_round: 10, tracked_per_round: 10, min_clients: 1}
+local:      {epochs: 1, batch_size: 32}
+eval:       {every: 1, target: {accuracy: 0.75}}
+run:        {seed: 0, dir: null, cohort: auto, precision: auto, checkpoint_every: 10, resume: auto, local_hub: null}
+costs:      {bandwidth_mbit: 100}
+"""
+    sections = load_recipe(write(tmp_path, text)).sections()
+    for section, values in yaml.safe_load(text).items():
+        for key, value in values.items():
+            assert sections[section][key] == value, (section, key)
