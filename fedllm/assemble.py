@@ -103,8 +103,8 @@ def find_machine(recipe: Recipe) -> Machine:
 def choose_cohort(recipe: Recipe, machine: Machine, tokens_per_client: float) -> int:
     """Clients trained together under `run.cohort: auto`: a rule of device, dtype and tokens, the same at every run.
 
-    On a GPU, all clients of a round up to 64k tokens a step. On a CPU, up to 4k tokens a step: beyond that the
-    activations leave the caches and a step costs more a client, not less (benchmarks/RESULTS.md).
+    All clients of a round, as far as their batches together stay below 64k tokens on a GPU and 4k tokens on a CPU,
+    which bounds the activations' memory. `run.cohort` sets another size.
     """
     sampled = recipe.federation.clients_per_round
     if recipe.run.cohort != "auto":

@@ -35,7 +35,7 @@ def package_path(name: str) -> Path:
 
 
 def local_hub(setting: str | None = None) -> Path | None:
-    """The local hub: `run.local_hub` if given, else FEDLLM_LOCAL_HUB, else None. UserError if there is no such folder."""
+    """The local hub: `run.local_hub` if given, else FEDLLM_LOCAL_HUB, else None. UserError if it is no folder."""
     value = setting or os.environ.get("FEDLLM_LOCAL_HUB")
     if not value:
         return None

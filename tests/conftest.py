@@ -12,7 +12,7 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
-from tests.tiny_models import WORDS, save_tiny  # noqa: E402
+from tiny_models import WORDS, save_tiny  # noqa: E402
 
 
 def write_rows(path: Path, count: int, seed: int) -> Path:

