@@ -201,10 +201,14 @@ def _traffic_cells(footprint: Footprint) -> list[str]:
 def describe(name: str, scale: Scale | None = None) -> RenderableType:
     """One algorithm: equations, notes, settings, what it keeps and sends. Raises UserError for an unknown name."""
     each = entry(name)
-    parts: list[RenderableType] = [Text(each.summary, style="bold"), Text(each.paper, style="italic")]
+    parts: list[RenderableType] = [Text(each.summary, style="bold")]
+    if each.paper:
+        parts.append(Text(each.paper, style="italic"))
     if each.aliases:
         parts.append(Text(f"also called {', '.join(each.aliases)}"))
-    parts += [Padding(Text(each.equations), (1, 4)), Text(_flowing(each.notes)), Text()]
+    parts.append(Padding(Text(each.equations), (1, 4)))
+    if each.notes:
+        parts.append(Padding(Text(_flowing(each.notes)), (0, 0, 1, 0)))
     cls = algorithm_class(name)
     settings = Table("key", "symbol", "default", "meaning", title="Settings", box=box.SIMPLE_HEAD)
     for setting in (*each.own, *_hyper_parameters(cls, own=False)):
@@ -212,7 +216,9 @@ def describe(name: str, scale: Scale | None = None) -> RenderableType:
     traffic = Table("", "client keeps", "server keeps", "down", "up", title="Kept and sent", box=box.SIMPLE_HEAD)
     for label, footprint in {"default": each.footprint, **each.variants}.items():
         traffic.add_row(*map(Text, (label, *_traffic_cells(footprint))))
-    parts += [settings, Text(), traffic, Text(_traffic_note(each))]
+    parts += [settings, traffic]
+    if each.derivable:
+        parts.append(Text(_traffic_note(each)))
     if scale:
         sent = each.footprint.traffic(scale)
         parts.append(Text(f"a round sends {_bytes(sent.bytes_down)} down and {_bytes(sent.bytes_up)} up, all clients"))
@@ -229,8 +235,6 @@ def _meaning(setting: HyperParameter) -> str:
 
 
 def _traffic_note(each: Entry) -> str:
-    if not each.derivable:
-        return ""
     return f"A client that saw the last x can work out {', '.join(each.derivable)} from the new one: d less down."
 
 

@@ -41,7 +41,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"""
 model: {{name: {folder / "bert"}}}
 lora: {{rank: 2, alpha: 4, dropout: 0.1}}
-data: {{train: {folder / "train.csv"}, validation: {folder / "validation.csv"}, text: [text], label: label, max_length: 16}}
+data:
+  {{train: {folder / "train.csv"}, validation: {folder / "validation.csv"}, text: [text], label: label, max_length: 16}}
 partition: {{scheme: dirichlet_classes, alpha: 0.5, clients: 8, min_size: 3}}
 algorithm: {{name: fadamgc, lr: 1.0e-2}}
 federation: {{rounds: 4, clients_per_round: 5, tracked_per_round: 3}}

@@ -203,7 +203,7 @@ class BlockPartition:
 
 
 def _block_means(blocks: Tensor) -> Tensor:
-    """[..., repeats, count, width] -> [..., count]. Mean of each pass, then of the passes: in float32 its rounding error
-    is ten times smaller than that of one sum over both dimensions."""
+    """[..., repeats, count, width] -> [..., count]. Mean of each pass, then of the passes: in float32 its rounding
+    error is ten times smaller than that of one sum over both dimensions."""
     within = blocks.mean(-1)
     return within.mean(-2) if within.shape[-2] > 1 else within.squeeze(-2)
