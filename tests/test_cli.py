@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from fedllm import assemble
 from fedllm.assemble import usable_cores
 from fedllm.cli import main
 
@@ -73,8 +75,8 @@ def test_a_model_without_findable_query_and_value(
 
     # ConvBERT-like attention is none of the known layouts: its heads are fewer than the config says.
     config = ConvBertConfig(
-        vocab_size=32, hidden_size=32, embedding_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32,
-        head_ratio=2, conv_kernel_size=3, max_position_embeddings=64, pad_token_id=1,
+        vocab_size=32, hidden_size=32, embedding_size=32, num_hidden_layers=1, num_attention_heads=4, head_ratio=2,
+        intermediate_size=32, conv_kernel_size=3, max_position_embeddings=64, pad_token_id=1,
     )  # fmt: skip
     ConvBertForSequenceClassification(config).save_pretrained(tmp_path / "odd")
     save_tokenizer(tmp_path / "odd", pad=True)
@@ -83,15 +85,12 @@ def test_a_model_without_findable_query_and_value(
     assert "odd" in error
 
 
-def test_an_empty_client_in_a_partition_file(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
-    from fedllm.assemble import _check_parts
-    from fedllm.errors import UserError
-    from fedllm.recipe import load_recipe
-
-    with pytest.raises(UserError, match="client 1 has no samples"):
-        import numpy as np
-
-        _check_parts([np.arange(3), np.arange(0)], load_recipe(recipe))
+def test_an_empty_client_is_named(
+    capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "get_partition", lambda *_: [np.arange(3), np.arange(0)])
+    error = fails(capsys, "run", recipe, f"run.dir={tmp_path / 'run'}")
+    assert "partition.scheme=dirichlet_classes: client 1 has no samples" in error
 
 
 def test_a_label_outside_the_range_is_named(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:

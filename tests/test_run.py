@@ -17,10 +17,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from tiny_models import local_hub
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-from tiny_models import local_hub
 
 from fedllm import load_recipe, run_recipe, state
 from fedllm.costs import traffic
@@ -136,7 +135,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tiny: Path, tmp_path: Path, na
 
 
 def test_kill_9_at_any_moment_and_start_again(tiny: Path, tmp_path: Path, finished: RunResult) -> None:
-    """The process is killed at three moments, then left to finish; the adapter is the uninterrupted one, bit for bit."""
+    """Killed at three moments, then left to finish: the adapter is the uninterrupted one, bit for bit."""
     folder = tmp_path / "killed"
     command = [sys.executable, "-m", "fedllm.cli", "run", str(tiny / "recipe.yaml"), f"run.dir={folder}"]
     command += ["eval.target={accuracy: 0.4}"]
@@ -239,7 +238,7 @@ def test_checkpoints_link_what_has_not_changed_and_keep_two(finished: RunResult)
 def test_another_recipe_does_not_touch_a_runs_folder(finished: RunResult, tiny: Path) -> None:
     with pytest.raises(UserError, match=r"algorithm.lr: 0.01 there, 0.5 here"):
         run_recipe(tiny / "recipe.yaml", ["algorithm.lr=0.5", "eval.target={accuracy: 0.4}"], finished.folder)
-    with pytest.raises(UserError, match="run.resume=never"):
+    with pytest.raises(UserError, match=r"run\.resume=never"):
         run_recipe(tiny / "recipe.yaml", ["run.resume=never"], finished.folder)
 
 

@@ -86,7 +86,7 @@ class FAdamGC(Algorithm):
         gh = g + local["correction"]
         if self.local == "adam":
             update_moments(local, gh, self.betas)
-            local["vhat"].copy_(local["v"])
+            torch.maximum(local["vhat"], local["v"], out=local["vhat"])
             descend(local["x"], eta, adam_direction(local["m"], local["vhat"], self.eps), self.weight_decay)
         elif self.local == "rmsprop":
             b2 = self.betas[1]
