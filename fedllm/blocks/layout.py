@@ -26,13 +26,14 @@ class Run:
 
     def names(self, owner: str) -> Iterator[str]:
         """The names of the blocks in order, for example 'layer.0.query.lora_B head 3'."""
+        prefix = f"{owner} " if owner else ""
         for start in range(self.first, self.first + self.count * self.members, self.members):
             if not self.label:
                 yield owner
             elif self.members == 1:
-                yield f"{owner} {self.label} {start}"
+                yield f"{prefix}{self.label} {start}"
             else:
-                yield f"{owner} {self.label}s {start}-{start + self.members - 1}"
+                yield f"{prefix}{self.label}s {start}-{start + self.members - 1}"
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,9 @@ class BlockPartition:
 
 
 def _block_means(blocks: Tensor) -> Tensor:
-    """[..., repeats, count, width] -> [..., count]. Mean of each pass, then of the passes: in float32 its rounding
-    error is ten times smaller than that of one sum over both dimensions."""
+    """[..., repeats, count, width] -> [..., count]: the mean within each pass, then over the passes.
+
+    One sum over both dimensions would round ten times worse in float32.
+    """
     within = blocks.mean(-1)
     return within.mean(-2) if within.shape[-2] > 1 else within.squeeze(-2)
