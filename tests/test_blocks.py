@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -143,7 +144,7 @@ def test_head_dim_may_differ_from_hidden_over_heads() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scheme", ["hessian", "tensor", "elementwise", "none"])
 def test_algebra(family: str, scheme: str) -> None:
-    """sizes sum to d; means(expand(b)) == b; the size-weighted mean of means(v) is the mean of v; order is the flat one."""
+    """Sizes sum to d; means(expand(b)) == b; the weighted mean of means(v) is that of v; order is the flat one."""
     model = build(family)
     blocks = partition(model, scheme=scheme, trainable_only=False)
     v = torch.randn(2, 3, blocks.dim, dtype=torch.float64)
@@ -169,7 +170,7 @@ def test_tensor_scheme_is_one_block_a_tensor() -> None:
 @settings(max_examples=30, deadline=None)
 @given(widths=st.lists(st.integers(1, 9), min_size=2, max_size=5), least=st.integers(1, 40))
 def test_min_block_size_merges_neighbours_inside_a_tensor(widths: list[int], least: int) -> None:
-    model = nn.Sequential(*[nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)])
+    model = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)])
     blocks = partition(model, min_block_size=least)
     assert blocks.num_blocks <= partition(model).num_blocks
     for (_, parameter), count in zip(model.named_parameters(), _counts_in(blocks), strict=True):
