@@ -222,7 +222,7 @@ def plan_table(job: Job) -> Table:
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
         "bytes a round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
-        "vectors a round": f"{vectors_per_round(job.algorithm, info, dim):.3g} model-sized, per sampled client",
+        "vectors a round": _vectors(job),
         "client memory": f"{4 * sum(memory.values()) / 2**20:,.1f} MiB of weights and state",
         "runs on": f"{where}, {machine.precision}, cohorts of {job.cohort}",
         "run folder": str(run_folder(recipe)),
@@ -231,6 +231,12 @@ def plan_table(job: Job) -> Table:
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", value)
     return table
+
+
+def _vectors(job: Job) -> str:
+    all_, derived = (vectors_per_round(job.algorithm, job.info, job.problem.dim, derive=way) for way in (False, True))
+    less = f", {derived:.3g} where {', '.join(job.algorithm.derivable)} is worked out from x" if derived < all_ else ""
+    return f"{all_:.3g} model-sized, per sampled client{less}"
 
 
 def run_folder(recipe: Recipe) -> Path:

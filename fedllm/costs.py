@@ -53,14 +53,16 @@ def traffic(alg: Algorithm, info: RoundInfo, dim: int, value_bytes: int = 4) -> 
     )
 
 
-def vectors_per_round(alg: Algorithm, info: RoundInfo, dim: int) -> float:
+def vectors_per_round(alg: Algorithm, info: RoundInfo, dim: int, *, derive: bool = False) -> float:
     """V(t): model-sized vectors a sampled client moves in a round, both ways, the tracked share counted as T/S.
 
     FedAvg 2; FAdamGC and SCAFFOLD 3 + T/S, since y goes down to all S and the change goes up from T. (GC counts the
-    download of y for the T only, which makes 2 + 2 T/S; the two agree at T = S.)
+    download of y for the T only, which makes 2 + 2 T/S; the two agree at T = S.) derive: without the downloads that a
+    client works out for itself from the last x, such as FedAdamW's Delta.
     """
     sent = traffic(alg, info, dim)
-    return (sent.down_values + sent.up_values + sent.tracked_values * info.tracked / info.sampled) / dim
+    derived = _values({name: alg.downloads()[name] for name in alg.derivable}, info, dim) if derive else 0
+    return (sent.down_values - derived + sent.up_values + sent.tracked_values * info.tracked / info.sampled) / dim
 
 
 def simulated_seconds(compute_seconds: float, client_bytes: int, bandwidth_mbit: float) -> float:
@@ -75,7 +77,8 @@ def client_memory(alg: Algorithm, info: RoundInfo, dim: int, frozen: int) -> dic
     kept = alg.init_clients(x, info)
     server = alg.init_server(x[0], info)
     local = alg.begin(x, server, kept, info)
-    moments = {name: value.numel() for name, value in local.items() if name != "x"}
+    ours = {value.data_ptr() for value in server.values()}  # what is only a view of something received counts there
+    moments = {n: value.numel() for n, value in local.items() if n != "x" and value.data_ptr() not in ours}
     received = {
         f"received {name}": dim if of == "d" else info.blocks.num_blocks for name, of in alg.downloads().items()
     }

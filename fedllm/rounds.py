@@ -141,7 +141,8 @@ def run_round(
         rows, upload, state, loss = _train(alg, problem, federation, info, cohort, counts, set(tracked), report)
         sent = [_upload_bytes(alg, upload, client in tracked) for client in cohort]
         bytes_up, most = bytes_up + sum(sent), max(most, *sent)
-        bad = faults(upload, reduction.lengths, federation.x.dtype, len(cohort))
+        bad = faults(state, dict.fromkeys(alg.client_vectors(), federation.x.numel()), federation.x.dtype, len(cohort))
+        bad |= faults(upload, reduction.lengths, federation.x.dtype, len(cohort))
         rejected |= {cohort[row]: why for row, why in bad.items()}
         good = [row for row in range(len(cohort)) if row not in bad]
         accepted = [cohort[row] for row in good]

@@ -31,6 +31,9 @@ from fedllm.state import Checkpoints, Snapshot, replace_text
 _FREE = {("run", key) for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads")}
 
 
+_TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
+
+
 @dataclass(frozen=True)
 class RunResult:
     """A finished run: its folder, result.json as a dict, and metrics.jsonl as a list of dicts, one a round."""
@@ -72,9 +75,9 @@ def run(recipe: Recipe) -> RunResult:
         say(note, "dim")
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "recipe.yaml", recipe.yaml())
-    federation, metrics = _begin(job, snapshot)
-    _train(job, federation, metrics, checkpoints, folder)
-    return _finish(job, federation, metrics, folder)
+    federation, metrics, facts = _begin(job, snapshot)
+    _train(job, federation, metrics, facts, checkpoints, folder)
+    return _finish(job, federation, metrics, facts, folder)
 
 
 def _check_folder(folder: Path, recipe: Recipe) -> None:
@@ -102,24 +105,52 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
         raise UserError(f"{folder} holds the run of another recipe; choose another run.dir. They differ in\n  {listed}")
 
 
-def _begin(job: Job, snapshot: Snapshot | None) -> tuple[Federation, list[dict[str, Any]]]:
-    """The state to go on from, and the metrics up to there."""
+def _begin(job: Job, snapshot: Snapshot | None) -> tuple[Federation, list[dict[str, Any]], dict[str, Any]]:
+    """The state to go on from, the metrics up to there, and the facts of the run that every checkpoint repeats."""
     if snapshot is None:
+        began = time.perf_counter()
         what = "full local gradients at x0" if job.algorithm.needs_full_gradient() else "starting"
         with stage(what):
-            return start(job.algorithm, job.problem, job.info, cohort=job.cohort), []
+            federation = start(job.algorithm, job.problem, job.info, cohort=job.cohort)
+        facts = {
+            "cohort": job.cohort,
+            "threads": job.machine.threads,
+            "precision": job.machine.precision,
+            "start": _start_costs(job, time.perf_counter() - began),
+        }
+        return federation, [], facts
     federation = blank(job.algorithm, job.problem, job.info)
     snapshot.restore(federation)
     say(f"going on after round {snapshot.round} of {job.info.total}")
-    return federation, snapshot.metrics
+    return federation, snapshot.metrics, snapshot.facts
+
+
+def _start_costs(job: Job, seconds: float) -> dict[str, float]:
+    """What the pass over the data before round 1 costs: x0 down to, and a gradient up from, each of the N clients."""
+    if not job.algorithm.needs_full_gradient():
+        return dict.fromkeys(_TOTALS, 0)
+    vector = job.problem.initial().nbytes
+    sizes = [len(part) for part in job.parts]
+    slowest = simulated_seconds(seconds * max(sizes) / sum(sizes), 2 * vector, job.recipe.costs.bandwidth_mbit)
+    every = vector * job.info.num_clients
+    return {
+        "bytes_up": every,
+        "bytes_down": every,
+        "seconds": round_to(seconds),
+        "simulated_seconds": round_to(slowest),
+    }
 
 
 def _train(
-    job: Job, federation: Federation, metrics: list[dict[str, Any]], checkpoints: Checkpoints, folder: Path
+    job: Job,
+    federation: Federation,
+    metrics: list[dict[str, Any]],
+    facts: dict[str, Any],
+    checkpoints: Checkpoints,
+    folder: Path,
 ) -> None:
     """The rounds; everything a round leaves behind is on disk before the next one begins."""
     recipe, info = job.recipe, job.info
-    facts = {"cohort": job.cohort, "threads": job.machine.threads, "precision": job.machine.precision}
     path = folder / "metrics.jsonl"
     replace_text(path, "".join(json.dumps(line) + "\n" for line in metrics))
     with RoundProgress(info.total, federation.round) as progress, _Events(folder, federation.round) as events:
@@ -226,12 +257,14 @@ def _rounds_to(target: dict[str, float] | None, metrics: list[dict[str, Any]]) -
     return None
 
 
-def _finish(job: Job, federation: Federation, metrics: list[dict[str, Any]], folder: Path) -> RunResult:
+def _finish(
+    job: Job, federation: Federation, metrics: list[dict[str, Any]], facts: dict[str, Any], folder: Path
+) -> RunResult:
     """Leaves adapter, picture and result.json, in this order: a result.json says that all of it is there."""
     job.problem.space.scatter(job.model, federation.x)
     try:
         save_adapter(job.model, folder / "adapter", _base_name(job), job.backbone.tokenizer)
-        result = _result(job, federation, metrics)
+        result = _result(job, federation, metrics, facts)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")
         picture = plot_run(folder)
     except OSError as error:
@@ -250,7 +283,7 @@ def _base_name(job: Job) -> str:
     return job.backbone.name if isinstance(source, str) or not job.backbone.name.startswith("package:") else str(source)
 
 
-def _result(job: Job, federation: Federation, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+def _result(job: Job, federation: Federation, metrics: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
     recipe, info, dim = job.recipe, job.info, job.problem.dim
     names = [*metric_for(job.task).names, "eval_loss"]
     scored = [line for line in metrics if "eval_loss" in line]
@@ -261,7 +294,6 @@ def _result(job: Job, federation: Federation, metrics: list[dict[str, Any]]) -> 
             top = (min if name == "eval_loss" else max)(lines, key=lambda line: line[name])
             best[name] = {"value": top[name], "round": top["round"]}
     frozen = sum(value.numel() for value in job.model.parameters()) - dim
-    totals = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
     return {
         "status": "finished",
         "algorithm": recipe.algorithm["name"],
@@ -272,7 +304,7 @@ def _result(job: Job, federation: Federation, metrics: list[dict[str, Any]]) -> 
         "target": recipe.eval.target,
         "rounds": federation.round,
         "rounds_to_target": _rounds_to(recipe.eval.target, metrics),
-        "totals": {name: round_to(sum(line[name] for line in metrics)) for name in totals},
+        "totals": {name: round_to(facts["start"][name] + sum(line[name] for line in metrics)) for name in _TOTALS},
         "rejected": sum(len(line["rejected"]) for line in metrics),
         "trainable_parameters": dim,
         "client_memory": client_memory(job.algorithm, info, dim, frozen),

@@ -24,6 +24,8 @@ def faults(upload: State, lengths: Mapping[str, int], dtype: torch.dtype, rows: 
             reason = f"tensor '{name}': found {list(tensor.shape)} {tensor.dtype}, expected [{rows}, {length}] {dtype}"
             return dict.fromkeys(range(rows), reason)
     found: dict[int, str] = {}
+    if not upload:
+        return found
     finite = {name: torch.isfinite(tensor).all(dim=1) for name, tensor in upload.items()}
     healthy = torch.stack(list(finite.values())).all(dim=0).tolist()
     for row in (row for row in range(rows) if not healthy[row]):

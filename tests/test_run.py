@@ -306,3 +306,28 @@ def test_gpt2_trains_on_real_pairs_with_the_real_tokenizer(tmp_path: Path) -> No
     config = json.loads((result.folder / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 4  # query and value side by side in c_attn
     assert any("c_attn" in name for name in adapter(result.folder))
+
+
+def test_the_pass_for_tracking_init_gradient_is_counted_and_survives_a_resume(tiny: Path, tmp_path: Path) -> None:
+    """x0 down to and a gradient up from each of the N = 8 clients, once, besides the rounds' own bytes."""
+    overrides = ["algorithm.tracking_init=gradient", "federation.rounds=2"]
+    whole = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / "run")
+    d = whole.result["trainable_parameters"]
+    assert whole.result["totals"]["bytes_up"] == 4 * 8 * d + sum(line["bytes_up"] for line in whole.metrics)
+    (tmp_path / "run" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "000002")
+    resumed = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / "run")
+    assert resumed.result["totals"]["bytes_up"] == whole.result["totals"]["bytes_up"]
+    assert numbers(resumed) == numbers(whole)
+
+
+def test_client_memory_counts_each_vector_once(tiny: Path) -> None:
+    """FedAdamW: weights, x, the received x, gradient, m, v, and the received Delta and block means; nothing is kept."""
+    from fedllm.assemble import assemble
+    from fedllm.costs import client_memory, vectors_per_round
+
+    job = assemble(load_recipe(tiny / "recipe.yaml", ["algorithm={name: fedadamw}"]))
+    d, b = job.problem.dim, job.info.blocks.num_blocks
+    assert sum(client_memory(job.algorithm, job.info, d, 1000).values()) == 1000 + 6 * d + b
+    assert vectors_per_round(job.algorithm, job.info, d) == pytest.approx(3 + 2 * b / d)
+    assert vectors_per_round(job.algorithm, job.info, d, derive=True) == pytest.approx(2 + 2 * b / d)
