@@ -173,6 +173,8 @@ SECTION_TYPES: dict[str, type] = {
     "model": Model, "lora": Lora, "data": Data, "partition": Partition, "federation": Federation,
     "local": Local, "eval": Eval, "run": Run, "costs": Costs,
 }  # fmt: skip
+# Settings that change no number beyond its rounding: a run may be resumed, and runs may be compared, under others.
+FREE_KEYS = frozenset(("run", key) for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads"))
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 
 

@@ -13,11 +13,12 @@ from typing import Any, Literal
 import yaml
 
 from fedllm.errors import UserError
+from fedllm.recipe import FREE_KEYS
 
 Axis = Literal["round", "bytes", "simulated_seconds"]
 Sections = dict[str, dict[str, Any]]
 
-_FREE = {("run", key) for key in ("seed", "dir", "resume", "checkpoint_every", "local_hub")}
+_FREE = FREE_KEYS | {("run", "seed")}
 _RECIPE_KEYS = (
     "algorithm.name", "data.name", "eval.target", "run.seed", "partition.scheme", "federation.rounds",
     "federation.clients_per_round",

@@ -22,14 +22,10 @@ from fedllm.costs import client_memory, simulated_seconds, stored_values
 from fedllm.errors import RunError, UserError
 from fedllm.export import save_adapter
 from fedllm.metrics import evaluate_logits, metric_for
-from fedllm.recipe import Recipe, load_recipe
+from fedllm.recipe import FREE_KEYS, Recipe, load_recipe
 from fedllm.report import plot_run
 from fedllm.rounds import Federation, Plan, RoundReport, blank, run_round, sample, start
 from fedllm.state import Checkpoints, Snapshot, replace_text
-
-# Settings that change no number, so that a run may be resumed under others.
-_FREE = {("run", key) for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads")}
-
 
 _TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
 
@@ -73,7 +69,10 @@ def run(recipe: Recipe) -> RunResult:
     job = assemble(recipe, cohort=snapshot.facts["cohort"] if snapshot else None)
     for note in job.task.notes:
         say(note, "dim")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir={folder}: cannot be made: {error}") from error
     replace_text(folder / "recipe.yaml", recipe.yaml())
     federation, metrics, facts = _begin(job, snapshot)
     _train(job, federation, metrics, facts, checkpoints, folder)
@@ -98,7 +97,7 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
         for section, values in yaml.safe_load(recipe.yaml()).items()
         for old in [(before or {}).get(section, {})]
         for key in {*values, *old}
-        if (section, key) not in _FREE and old.get(key) != values.get(key)
+        if (section, key) not in FREE_KEYS and old.get(key) != values.get(key)
     ]
     if differing:
         listed = "\n  ".join(sorted(differing))
@@ -122,6 +121,9 @@ def _begin(job: Job, snapshot: Snapshot | None) -> tuple[Federation, list[dict[s
     federation = blank(job.algorithm, job.problem, job.info)
     snapshot.restore(federation)
     say(f"going on after round {snapshot.round} of {job.info.total}")
+    for name in ("threads", "precision"):
+        if (before := snapshot.facts[name]) != (now := getattr(job.machine, name)):
+            warn(f"the rounds before had {name} {before}, here it is {now}: the run is no longer bit for bit the same")
     return federation, snapshot.metrics, snapshot.facts
 
 
