@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedllm.algorithms.base import Algorithm, Length, Reduced, RoundInfo, Rows, State, clip
+from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, State, clip, length
 from fedllm.blocks import BlockPartition
 from fedllm.clients import ClientStore
 from fedllm.errors import RunError, UserError
@@ -141,7 +141,7 @@ def run_round(
         rows, upload, state, loss = _train(alg, problem, federation, info, cohort, counts, set(tracked), report)
         sent = [_upload_bytes(alg, upload, client in tracked) for client in cohort]
         bytes_up, most = bytes_up + sum(sent), max(most, *sent)
-        bad = faults(state, dict.fromkeys(alg.client_vectors(), federation.x.numel()), federation.x.dtype, len(cohort))
+        bad = faults(state, reduction.kept_lengths, federation.x.dtype, len(cohort))
         bad |= faults(upload, reduction.lengths, federation.x.dtype, len(cohort))
         rejected |= {cohort[row]: why for row, why in bad.items()}
         good = [row for row in range(len(cohort)) if row not in bad]
@@ -227,7 +227,8 @@ class Reduction:
 
     def __init__(self, alg: Algorithm, x: Tensor, info: RoundInfo) -> None:
         self._tracked_names = list(alg.tracked_uploads())
-        self.lengths = {name: _length(of, x, info) for name, of in {**alg.uploads(), **alg.tracked_uploads()}.items()}
+        self.kept_lengths = {name: length(of, x, info) for name, of in alg.client_vectors().items()}
+        self.lengths = {name: length(of, x, info) for name, of in {**alg.uploads(), **alg.tracked_uploads()}.items()}
         self._sums = {name: x.new_zeros(length, dtype=torch.float64) for name, length in self.lengths.items()}
         self._weight = self._rate_sum = 0.0
         self._dtype = x.dtype
@@ -255,10 +256,6 @@ def _upload_bytes(alg: Algorithm, upload: State, tracked: bool) -> int:
     """Bytes that one client of a cohort sends: its row of each tensor, the tracked ones only if it is tracked."""
     left_out = () if tracked else alg.tracked_uploads()
     return sum(value.nbytes // len(value) for name, value in upload.items() if name not in left_out)
-
-
-def _length(of: Length, x: Tensor, info: RoundInfo) -> int:
-    return x.numel() if of == "d" else info.blocks.num_blocks
 
 
 def _require_in_place(alg: Algorithm, before: State, after: State) -> None:

@@ -129,11 +129,11 @@ class Algorithm:
 
     def init_server(self, x: Tensor, info: RoundInfo, gradient: Tensor | None = None) -> State:
         """Server state at the start; gradient [d] is the mean full gradient when `needs_full_gradient`."""
-        return {name: x.new_zeros(_length(of, x, info)) for name, of in self.server_vectors().items()}
+        return {name: x.new_zeros(length(of, x, info)) for name, of in self.server_vectors().items()}
 
     def init_clients(self, x: Tensor, info: RoundInfo, gradient: Tensor | None = None) -> State:
         """State of clients never seen before, rows x [C, d]; gradient [C, d] when `needs_full_gradient`."""
-        return {name: x.new_zeros(len(x), _length(of, x, info)) for name, of in self.client_vectors().items()}
+        return {name: x.new_zeros(len(x), length(of, x, info)) for name, of in self.client_vectors().items()}
 
     # The four moments of a round.
 
@@ -176,7 +176,8 @@ class Algorithm:
         return torch.where(k < count, rate * shape, 0.0)
 
 
-def _length(of: Length, x: Tensor, info: RoundInfo) -> int:
+def length(of: Length, x: Tensor, info: RoundInfo) -> int:
+    """How many numbers a vector of this length holds, for x [d] or [C, d]."""
     return x.shape[-1] if of == "d" else info.blocks.num_blocks
 
 
