@@ -1,4 +1,4 @@
-"""The `fedllm` command: run | report | partition | blocks | export | algorithms | doctor."""
+"""The `fedllm` command: run | suite | report | partition | blocks | export | algorithms | doctor."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def _parser() -> argparse.ArgumentParser:
     run = _command(commands, "run", _run, "run a recipe", _RecipeHelp)
     _recipe_arguments(run)
     run.add_argument("--dry-run", action="store_true", help="check everything up to the first step and print the plan")
+
+    suite = _command(commands, "suite", _suite, "run the recipes of a paper's table, a task each, to one table of scores")
+    suite.add_argument("name", choices=["glue", "20news"], help="the tasks")
+    suite.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
+    suite.add_argument("--model", help="the recipes <task>_MODEL.yaml; default: the paper's model, or else minilm")
+    suite.add_argument("--algorithm", help="default: the recipes' own")
+    suite.add_argument("--recipes", type=Path, default=Path("recipes"), help="folder of the recipes (default recipes)")
+    suite.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs and the table (default runs)")
 
     report = _command(commands, "report", _report, "tables and curves of run folders")
     report.add_argument("runs", nargs="+", type=Path, help="run folders")
@@ -109,6 +117,20 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         run(recipe)
     return 0
+
+
+def _suite(arguments: argparse.Namespace) -> int:
+    from fedllm.suite import run_suite
+
+    whole = run_suite(
+        arguments.name,
+        arguments.model,
+        arguments.algorithm,
+        arguments.overrides,
+        recipes=arguments.recipes,
+        out=arguments.out,
+    )
+    return 0 if whole else 1
 
 
 def _report(arguments: argparse.Namespace) -> int:

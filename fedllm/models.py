@@ -146,11 +146,23 @@ def _from_hub(name: str, local_hub: str | None, load: Callable[..., Backbone]) -
     with contextlib.suppress(OSError, HFValidationError):  # only a part of it is there; a name that can be on no hub
         if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
             return load("hub", str(Path(cached).parent), local_files_only=True)
+    _ask_hub(name, local_hub)
+    return load("hub", name)
+
+
+def check_available(name: str, local_hub: str | None = None) -> None:
+    """Raises UserError, saying why, unless a model is on this machine with its weights, or the hub answers for it."""
+    if (place := hub.find_local("models", name, local_hub)) is not None:
+        _model_in(place, Model(name=name))
+    elif not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        _ask_hub(name, local_hub)
+
+
+def _ask_hub(name: str, local_hub: str | None) -> None:
     try:
         HfApi().model_info(name, timeout=10)
     except Exception as cause:  # a name that is none, no such model, no access, no network: each library's own kind
         raise hub.not_found("models", name, local_hub, cause) from cause
-    return load("hub", name)
 
 
 def _model_in(place: Path, model: Model) -> Path:
