@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from fedllm.partition import get_partition
 from fedllm.recipe import Recipe
 from fedllm.rounds import round_info
 from fedllm.tokens import Tokens, tokenize
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,20 @@ class Job:
     problem: LoraProblem
     info: RoundInfo
     cohort: int
+
+
+class Shelf:
+    """What the last recipe read, for the next one that reads the same: the recipes of a sweep share task and tokens."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[object, Any]] = {}
+
+    def get(self, kind: str, source: object, read: Callable[[], T]) -> T:
+        """What `read` gives, or gave before from an equal source. One thing of a kind is kept."""
+        if kind not in self._kept or self._kept[kind][0] != source:
+            self._kept[kind] = (source, read())
+        kept: T = self._kept[kind][1]
+        return kept
 
 
 def usable_cores() -> int:
@@ -113,17 +130,19 @@ def choose_cohort(recipe: Recipe, machine: Machine, tokens_per_client: float) ->
     return max(1, min(sampled, int(budget / max(1.0, tokens_per_client))))
 
 
-def assemble(recipe: Recipe, cohort: int | None = None) -> Job:
+def assemble(recipe: Recipe, cohort: int | None = None, shelf: Shelf | None = None) -> Job:
     """Loads and builds everything a recipe names, up to its first step.
 
-    cohort: the size a resumed run chose before, None to choose. Raises UserError for whatever does not fit.
+    cohort: the size a resumed run chose before, None to choose. shelf: what may be shared with other recipes.
+    Raises UserError for whatever does not fit.
     """
+    shelf = shelf or Shelf()
     machine = find_machine(recipe)
     algorithm = recipe.load_algorithm()
     hub = recipe.run.local_hub
     local_hub(hub)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
-        task = load_task(recipe.data, hub, progress)
+        task = shelf.get("task", (recipe.data, hub), lambda: load_task(recipe.data, hub, progress))
     _check_target(recipe, task)
     parts = get_partition(recipe.partition, task)
     _check_parts(parts, recipe)
@@ -139,8 +158,15 @@ def assemble(recipe: Recipe, cohort: int | None = None) -> Job:
         model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed).to(machine.device)
     _check_length(recipe, backbone)
     with stage("tokenizing") as progress:
-        train = tokenize(task.train, backbone.tokenizer, recipe.data.max_length, progress)
-        validation = tokenize(task.validation, backbone.tokenizer, recipe.data.max_length, progress)
+        source = (recipe.data, recipe.model.name, hub)
+        train, validation = shelf.get(
+            "tokens",
+            source,
+            lambda: [
+                tokenize(split, backbone.tokenizer, recipe.data.max_length, progress)
+                for split in (task.train, task.validation)
+            ],
+        )
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs
     batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)

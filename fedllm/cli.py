@@ -1,4 +1,4 @@
-"""The `fedllm` command: run | suite | report | partition | blocks | export | algorithms | doctor."""
+"""The `fedllm` command: run | sweep | suite | report | partition | blocks | export | algorithms | doctor."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     run = _command(commands, "run", _run, "run a recipe", _RecipeHelp)
     _recipe_arguments(run)
     run.add_argument("--dry-run", action="store_true", help="check everything up to the first step and print the plan")
+
+    sweep = _command(commands, "sweep", _sweep, "run a grid of settings and seeds over a recipe", _GridHelp)
+    sweep.add_argument("recipe", help="a recipe's YAML file")
+    sweep.add_argument("grid", help="a grid's YAML file")
+    sweep.add_argument("overrides", nargs="*", metavar="section.key=value", help="on top of every cell")
+    sweep.add_argument("--out", type=Path, help="folder of the runs; default runs/<recipe>-<grid>")
+    sweep.add_argument("--only", action="append", default=[], metavar="CASE", help="this case only; may be repeated")
 
     suite = _command(commands, "suite", _suite, "run the recipes of a paper's table, a task each, to one table of scores")
     suite.add_argument("name", choices=["glue", "20news"], help="the tasks")
@@ -107,6 +114,15 @@ class _RecipeHelp(argparse.RawDescriptionHelpFormatter):
         return f"{super().format_help()}\n{title}\n\n{help_text()}\n"
 
 
+class _GridHelp(argparse.RawDescriptionHelpFormatter):
+    """Adds the keys of a grid file, likewise."""
+
+    def format_help(self) -> str:
+        from fedllm.sweep import help_text
+
+        return f"{super().format_help()}\nKeys of a grid file:\n\n{help_text()}\n"
+
+
 def _run(arguments: argparse.Namespace) -> int:
     from fedllm.recipe import load_recipe
     from fedllm.run import dry_run, run
@@ -116,6 +132,13 @@ def _run(arguments: argparse.Namespace) -> int:
         dry_run(recipe)
     else:
         run(recipe)
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from fedllm.sweep import sweep
+
+    sweep(arguments.recipe, arguments.grid, arguments.out, arguments.overrides, arguments.only)
     return 0
 
 

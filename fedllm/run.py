@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from fedllm import __version__
-from fedllm.assemble import Job, assemble, plan_table, run_folder, with_dir
+from fedllm.assemble import Job, Shelf, assemble, plan_table, run_folder, with_dir
 from fedllm.console import RoundProgress, console, say, stage, warn
 from fedllm.costs import client_memory, simulated_seconds, stored_values
 from fedllm.errors import RunError, UserError
@@ -55,8 +55,8 @@ def dry_run(recipe: Recipe) -> None:
     console.print(plan_table(assemble(recipe)))
 
 
-def run(recipe: Recipe) -> RunResult:
-    """Runs a recipe; see run_recipe."""
+def run(recipe: Recipe, shelf: Shelf | None = None) -> RunResult:
+    """Runs a recipe; see run_recipe. shelf: what it may share with the recipes run before and after it."""
     folder = run_folder(recipe)
     _check_folder(folder, recipe)
     if (folder / "result.json").is_file():
@@ -66,7 +66,7 @@ def run(recipe: Recipe) -> RunResult:
         return _read(folder)
     checkpoints = Checkpoints(folder / "checkpoints", warn)
     snapshot = checkpoints.latest()
-    job = assemble(recipe, cohort=snapshot.facts["cohort"] if snapshot else None)
+    job = assemble(recipe, cohort=snapshot.facts["cohort"] if snapshot else None, shelf=shelf)
     for note in job.task.notes:
         say(note, "dim")
     try:

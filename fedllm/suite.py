@@ -13,6 +13,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from fedllm.algorithms import algorithm_class
 from fedllm.assemble import with_dir
 from fedllm.console import console, say, warn
 from fedllm.errors import RunError, UserError
@@ -187,5 +188,6 @@ def _check(paths: Sequence[Path], recipes: Sequence[Recipe]) -> None:
     if recipes[0].run.dir is not None:
         raise UserError(f"run.dir: found {recipes[0].run.dir}, but every run of a suite has its own folder; give --out")
     algorithm = recipes[0].algorithm["name"]
-    if algorithm not in read_layers(paths[0]).get("algorithms", {}):
+    listed = map(algorithm_class, read_layers(paths[0]).get("algorithms", {}))
+    if algorithm_class(algorithm) not in listed:
         warn(f"{paths[0]} lists no settings for {algorithm}: it runs with its own defaults where no override says more")

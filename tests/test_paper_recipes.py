@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from tiny_models import local_hub
 
 from fedllm import load_recipe
@@ -19,6 +18,7 @@ from fedllm.data import load_task
 from fedllm.layers import read_layers
 from fedllm.partition import partition, read_partition
 from fedllm.recipe import Recipe
+from fedllm.sweep import cells, load_grid
 
 REPO = Path(__file__).resolve().parents[1]
 SWEEPS = sorted((REPO / "recipes" / "sweeps").glob("*.yaml"))
@@ -117,36 +117,24 @@ def commands(grid: Path) -> list[list[str]]:
     return [shlex.split(line[2:]) for line in grid.read_text().splitlines() if line.startswith("# fedllm ")]
 
 
-def cells(grid: dict[str, Any]) -> list[list[str]]:
-    """The overrides of every cell of a grid file, as on the command line."""
-    found = []
-    for case in (grid.get("cases") or {"": {}}).values():
-        lists = case.pop("grid", grid.get("grid", {}))
-        for values in itertools.product(*lists.values()):
-            settings = {**grid.get("set", {}), **case, **dict(zip(lists, values, strict=True))}
-            found.append([f"{key}={json.dumps(value)}" for key, value in settings.items()])
-    return found
-
-
 def test_every_ablation_has_a_grid_file() -> None:
     assert {path.stem for path in SWEEPS} == {
         "fedadamw_methods", "fadamgc_methods", "fedadamw_alpha", "fedadamw_weight_decay", "fedadamw_aggregation",
         "fedadamw_parts", "fadamgc_beta2", "fadamgc_tracked", "dirichlet", "local_steps", "sampling_rate",
-        "gradient_correction",
+        "gradient_correction", "all_algorithms",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_every_cell_of_a_grid_file_is_a_recipe_of_its_own(path: Path) -> None:
-    grid = yaml.safe_load(path.read_text())
-    assert set(grid) <= {"feeds", "set", "cases", "grid", "seeds", "choose"}
-    assert re.search(r"(FedAdamW|FAdamGC) paper", grid["feeds"])
+    grid = load_grid(path)
+    assert re.search(r"(FedAdamW|FAdamGC) paper|benchmarks/RESULTS.md", grid.feeds)
     assert commands(path)
-    overrides = cells(grid)
+    planned = list(cells(grid))
     for command, sweep, name, file in commands(path):
         assert (command, sweep, file) == ("fedllm", "sweep", f"recipes/sweeps/{path.name}")
-        loaded = [load_recipe(REPO / name, cell) for cell in overrides]
-        assert len({one.yaml() for one in loaded}) == len(overrides) > 1
+        loaded = [cell.recipe(str(REPO / name)) for cell in planned]
+        assert len({one.yaml() for one in loaded}) == len({cell.name for cell in planned}) == len(planned) > 1
         for one in loaded:
             assert one.federation.clients_per_round <= (one.partition.clients or 0)
             assert (one.federation.tracked_per_round or 0) <= one.federation.clients_per_round
@@ -161,12 +149,12 @@ def test_every_cell_of_a_grid_file_is_a_recipe_of_its_own(path: Path) -> None:
     ],
 )
 def test_the_values_of_the_papers_ablations(name: str, key: str, values: list[Any]) -> None:
-    assert yaml.safe_load((REPO / "recipes" / "sweeps" / f"{name}.yaml").read_text())["grid"] == {key: values}
+    assert load_grid(REPO / "recipes" / "sweeps" / f"{name}.yaml").grid == {key: values}
 
 
 def test_the_methods_of_the_papers_tables_are_cases() -> None:
     for name, methods in {"fedadamw": FEDADAMW, "fadamgc": itertools.chain(*GROUPS)}.items():
-        cases = yaml.safe_load((REPO / "recipes" / "sweeps" / f"{name}_methods.yaml").read_text())["cases"]
+        cases = load_grid(REPO / "recipes" / "sweeps" / f"{name}_methods.yaml").cases
         assert cases == {method: {"algorithm": method} for method in methods}
 
 
