@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument("--out", type=Path, help="folder of the runs; default runs/<recipe>-<grid>")
     sweep.add_argument("--only", action="append", default=[], metavar="CASE", help="this case only; may be repeated")
 
-    suite = _command(commands, "suite", _suite, "run the recipes of a paper's table, a task each, to one table of scores")
+    suite = _command(commands, "suite", _suite, "run a paper's table: a recipe a task, to one table of scores")
     suite.add_argument("name", choices=["glue", "20news"], help="the tasks")
     suite.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
     suite.add_argument("--model", help="the recipes <task>_MODEL.yaml; default: the paper's model, or else minilm")

@@ -214,7 +214,7 @@ def _algorithm(values: Mapping[str, Any], table: Mapping[str, Any], where: str) 
         raise UserError(f"{where}: algorithm.name: missing; expected an algorithm, for example fadamgc")
     for name, settings in table.items():
         if not isinstance(settings, Mapping) or "name" in settings:
-            raise UserError(f"{where}: algorithms.{name}: found {settings!r}, expected settings, for example {{lr: 0.1}}")
+            raise UserError(f"{where}: algorithms.{name}: found {settings!r}, expected settings such as {{lr: 0.1}}")
         load_algorithm(str(name), where=f"{where}: algorithms.{name}", **settings)
     name = str(values["name"])
     given = {key: value for key, value in values.items() if key != "name"}

@@ -92,16 +92,18 @@ class ScoreTable:
     headings = ("task", "metric", "final", "best", "of round", "rounds", "MB sent", "seconds")
 
     def lines(self) -> list[tuple[str, ...]]:
-        """A line a task, and the average of the headline metrics where every task has one."""
-        lines = [_line(task, result) for task, result in zip(self.tasks, self.results, strict=True)]
-        if len(lines) == 1:
-            return lines
+        """A line a task."""
+        return [_line(task, result) for task, result in zip(self.tasks, self.results, strict=True)]
+
+    def average(self) -> list[tuple[str, ...]]:
+        """The line of the headline metrics' average over several tasks, if every one of them has its scores."""
         done = [result.result for result in self.results if result is not None]
+        if len(self.tasks) == 1 or len(done) < len(self.tasks):
+            return []
         final = [result["final"][result["primary"]] for result in done]
         best = [result["best"].get(result["primary"], {}).get("value") for result in done]
-        whole = len(done) == len(self.tasks)
-        averages = [_score(fmean(scores)) if whole and None not in scores else _NONE for scores in (final, best)]
-        return [*lines, ("average", "headline metrics", *averages, *[""] * 4)]
+        scores = [_score(None if None in column else fmean(column)) for column in (final, best)]
+        return [("average", "headline metrics", *scores, *[""] * 4)]
 
     def rich(self) -> Table:
         """For the terminal."""
@@ -109,15 +111,19 @@ class ScoreTable:
         for column in table.columns[2:]:
             column.justify = "right"
         for line in self.lines():
-            table.add_row(*line, end_section=line == self.lines()[-2:][0])
+            table.add_row(*line)
+        for line in self.average():
+            table.add_section()
+            table.add_row(*line, style="bold")
         return table
 
     def write(self, folder: Path) -> None:
         """scores.md and scores.csv in `folder`."""
-        rows = [self.headings, tuple("---" for _ in self.headings), *self.lines()]
-        markdown = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        lines = [*self.lines(), *self.average()]
+        rule = tuple("---" for _ in self.headings)
+        markdown = "\n".join(f"| {' | '.join(row)} |" for row in (self.headings, rule, *lines))
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.headings, *self.lines()])
+        csv.writer(text, lineterminator="\n").writerows([self.headings, *lines])
         try:
             folder.mkdir(parents=True, exist_ok=True)
             replace_text(folder / "scores.md", f"{self.caption}\n\n{markdown}\n")
@@ -149,9 +155,11 @@ def _score(value: float | None) -> str:
 
 
 def _caption(model: str, recipe: Recipe) -> str:
-    federation, partition = recipe.federation, recipe.partition
-    clients = f"{partition.clients} clients, {federation.clients_per_round} a round"
-    return f"{recipe.algorithm['name']}, {model}, {clients}, {partition.scheme} {partition.alpha:g}, seed {recipe.run.seed}"
+    share = recipe.partition
+    split = (
+        f"{share.scheme} {share.alpha:g} over {share.clients} clients, {recipe.federation.clients_per_round} a round"
+    )
+    return f"{recipe.algorithm['name']}, {model}, {split}, seed {recipe.run.seed}"
 
 
 def _default_model(suite: Suite, recipes: Path, overrides: Sequence[str]) -> str:

@@ -187,8 +187,6 @@ def test_the_scheme_of_a_recipe_and_its_partition_file_give_the_same_clients(nam
     task = load_task(loaded.data, str(local_hub()))
     held = read_partition(REPO / "partitions" / f"{file}.json", task)
     share = loaded.partition
-    drawn = partition(
-        task.train.labels, scheme=share.scheme, clients=share.clients, alpha=share.alpha, seed=share.seed
-    )
+    drawn = partition(task.train.labels, scheme=share.scheme, clients=share.clients, alpha=share.alpha, seed=share.seed)
     assert len(held) == len(drawn)
     assert all(np.array_equal(one, other) for one, other in zip(held, drawn, strict=True))

@@ -104,7 +104,7 @@ def test_the_table_of_algorithms_can_be_extended(tmp_path: Path) -> None:
     [
         ("{fedavg: {lrr: 1}}", r"algorithms.fedavg.lrr: unknown key \(did you mean 'lr'\?\)"),
         ("{fedavgg: {lr: 1}}", r"algorithms.fedavgg.name: unknown algorithm 'fedavgg' \(did you mean"),
-        ("{fedavg: 0.1}", r"algorithms.fedavg: found 0.1, expected settings, for example \{lr: 0.1\}"),
+        ("{fedavg: 0.1}", r"algorithms.fedavg: found 0.1, expected settings such as \{lr: 0.1\}"),
         ("{fedavg: {name: fedcm}}", r"algorithms.fedavg: found .* expected settings"),
         ("[fedavg]", r"algorithms: found \['fedavg'\], expected keys and values"),
     ],

@@ -122,7 +122,7 @@ def test_an_interrupted_suite_goes_on_where_it_was_and_ends_in_one_table(
     assert metrics["cola"] == "Matthews correlation"
     assert metrics["mrpc"] == metrics["qqp"] == "accuracy / F1"
     assert {metrics[task] for task in ("rte", "sst2", "qnli", "mnli")} == {"accuracy"}
-    assert "fedadamw, tiny, 4 clients, 2 a round" in (report / "scores.md").read_text()
+    assert "fedadamw, tiny, dirichlet_classes 1 over 4 clients, 2 a round, seed 0" in (report / "scores.md").read_text()
 
     with monkeypatch.context() as patch:
         rounds = counted(patch)
