@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument("overrides", nargs="*", metavar="section.key=value", help="on top of every cell")
     sweep.add_argument("--out", type=Path, help="folder of the runs; default runs/<recipe>-<grid>")
     sweep.add_argument("--only", action="append", default=[], metavar="CASE", help="this case only; may be repeated")
+    sweep.add_argument("--dry-run", action="store_true", help="check every cell and list them")
 
     suite = _command(commands, "suite", _suite, "run a paper's table: a recipe a task, to one table of scores")
     suite.add_argument("name", choices=["glue", "20news"], help="the tasks")
@@ -136,9 +137,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from fedllm.sweep import sweep
+    from fedllm.sweep import list_cells, sweep
 
-    sweep(arguments.recipe, arguments.grid, arguments.out, arguments.overrides, arguments.only)
+    if arguments.dry_run:
+        list_cells(arguments.recipe, arguments.grid, arguments.overrides, arguments.only)
+    else:
+        sweep(arguments.recipe, arguments.grid, arguments.out, arguments.overrides, arguments.only)
     return 0
 
 

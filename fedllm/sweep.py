@@ -141,6 +141,17 @@ def sweep(
     return out
 
 
+def list_cells(
+    recipe: str | Path, grid: str | Path, overrides: Sequence[str] = (), only: Sequence[str] = ()
+) -> list[Cell]:
+    """Every cell, checked as `sweep` would check it, with nothing run; the output of --dry-run."""
+    cases = _cases(str(recipe), str(grid), load_grid(grid), overrides, only)
+    found = [cell for members in cases.values() for cell in members]
+    for cell in found:
+        say(f"{cell.name}: {' '.join(cell.overrides)}")
+    return found
+
+
 def _cases(recipe: str, grid: str, plan: Grid, overrides: Sequence[str], only: Sequence[str]) -> dict[str, list[Cell]]:
     """Every cell, by case; the recipes of all are read here, so that mistakes show before anything runs."""
     for case in only:

@@ -24,7 +24,7 @@ COMMANDS = [line for block in blocks("sh") for line in block.splitlines()]
 
 
 def test_the_readme_has_what_this_file_tests() -> None:
-    assert (len(blocks("python")), len(COMMANDS), len(blocks("yaml"))) == (4, 10, 1)
+    assert (len(blocks("python")), len(COMMANDS), len(blocks("yaml"))) == (4, 11, 2)
 
 
 @pytest.mark.parametrize("code", [code for code in blocks("python") if "path/or/hub-id" not in code])
@@ -40,7 +40,7 @@ def test_adapter_snippet(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_recipe_of_your_own_data(tmp_path: Path) -> None:
-    (code,) = blocks("yaml")
+    code = blocks("yaml")[1]
     (tmp_path / "mine.yaml").write_text(code)
     assert load_recipe(tmp_path / "mine.yaml").partition.column == yaml.safe_load(code)["partition"]["column"]
 
@@ -58,7 +58,8 @@ def test_command(command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv("FEDLLM_LOCAL_HUB", str(REPO.parent / "shared" / "hub"))
     monkeypatch.chdir(tmp_path)
     words = [str(REPO / word) if word.startswith("recipes/") else word for word in words]
-    if words[0] == "run" and "--dry-run" not in words:
+    (tmp_path / "grid.yaml").write_text(blocks("yaml")[0])
+    if words[0] in ("run", "sweep") and "--dry-run" not in words:
         words.append("--dry-run")
     if words[0] == "report":
         assert main(["run", str(tiny / "recipe.yaml"), "run.dir=runs/a", "federation.rounds=1"]) == 0

@@ -132,6 +132,16 @@ def test_one_case_alone(tiny: Path, tmp_path: Path) -> None:
         sweep(tiny / "recipe.yaml", grid, tmp_path / "out", only=["localadamm"])
 
 
+def test_a_dry_run_lists_the_cells(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = write(tmp_path, grid={"algorithm.lr": [0.01, 0.02]})
+    out = tmp_path / "out"
+    assert main(["sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out), "--dry-run", "lora.rank=1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "lr=0.01: algorithm.lr=0.01 lora.rank=1", "lr=0.02: algorithm.lr=0.02 lora.rank=1",
+    ]  # fmt: skip
+    assert not out.exists()
+
+
 def test_a_cell_that_cannot_go_on_does_not_stop_the_others(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
