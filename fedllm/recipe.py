@@ -253,4 +253,5 @@ def help_text() -> str:
             lines.append(f"  {section}.{field.name:<18} {field.metadata['help']}  [{kind}; default {default}]")
         lines.append("")
     lines.append("algorithm: name, lr, server_lr, ...: see `fedllm algorithms` and `fedllm algorithms NAME`")
+    lines.append("algorithms: the settings of each algorithm in this recipe; algorithm=NAME chooses one")
     return "\n".join(lines)
