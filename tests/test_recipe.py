@@ -29,7 +29,8 @@ def test_the_recipes_are_all_here() -> None:
 def test_no_recipe_repeats_another() -> None:
     texts = [yaml.safe_load(path.read_text()) for path in RECIPES]
     said = [(name, repr(section)) for text in texts for name, section in text.items()]
-    assert {name for name, section in said if said.count((name, section)) > 1} <= {"extends", "algorithm", "data", "eval"}
+    repeated = {name for name, section in said if said.count((name, section)) > 1}
+    assert repeated <= {"extends", "algorithm", "data", "eval"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
