@@ -8,16 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, State, clip, length
+from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, clip
 from fedllm.blocks import BlockPartition
 from fedllm.clients import ClientStore
+from fedllm.drift import Drift
 from fedllm.errors import RunError, UserError
 from fedllm.problem import Problem
 from fedllm.random import numpy_rng
+from fedllm.reduction import Reduction
 from fedllm.uploads import faults
 
 
@@ -46,6 +49,7 @@ class RoundReport:
     """What happened in a round. train_loss: mean over the accepted clients of their steps' mean loss, or None.
     rejected: client -> why. bytes_up, bytes_down: of the tensors sent, rejected ones included. client_bytes: both ways,
     by the client that sent the most. compute_seconds: the slowest client's share, by its steps, of its cohort's time.
+    drift: how far the accepted clients part, see Drift.measures.
     """
 
     clients: list[int]
@@ -56,6 +60,7 @@ class RoundReport:
     bytes_down: int
     client_bytes: int
     compute_seconds: float
+    drift: dict[str, float | None]
 
 
 def sample(seed: int, round: int, num_clients: int, sampled: int, tracked: int) -> tuple[list[int], list[int]]:
@@ -129,7 +134,7 @@ def run_round(
     info = replace(info, index=federation.round)
     steps = local_steps(problem, clients, info)
     order = sorted(clients, key=lambda client: (-steps[client], client))
-    reduction = Reduction(alg, federation.x, info)
+    reduction, drift = Reduction(alg, federation.x, info), Drift(alg, federation.x)
     rejected: dict[int, str] = {}
     kept: list[tuple[list[int], State]] = []
     losses: list[Tensor] = []
@@ -138,7 +143,7 @@ def run_round(
     for cohort in _chunks(order, plan.cohort):
         began, counts = time.perf_counter(), [steps[client] for client in cohort]
         report = _progress(plan, done, sum(steps.values()))
-        rows, upload, state, loss = _train(alg, problem, federation, info, cohort, counts, set(tracked), report)
+        rows, local, upload, state, loss = _train(alg, problem, federation, info, cohort, counts, set(tracked), report)
         sent = [_upload_bytes(alg, upload, client in tracked) for client in cohort]
         bytes_up, most = bytes_up + sum(sent), max(most, *sent)
         bad = faults(state, reduction.kept_lengths, federation.x.dtype, len(cohort))
@@ -148,8 +153,10 @@ def run_round(
         accepted = [cohort[row] for row in good]
         if good:
             reduction.add(upload, rows, good, _weights(alg, problem, accepted, federation.x))
+            drift.add(federation.x, local, good)
             kept.append((accepted, {name: value[good] for name, value in state.items()}))
             losses += [] if loss is None else [loss[good]]
+        del local  # before the next cohort makes its own
         done += sum(counts)
         slowest = max(slowest, (time.perf_counter() - began) * max(counts) / sum(counts))
     _require_enough(reduction.clients, plan.min_clients, rejected, info.index)
@@ -169,6 +176,7 @@ def run_round(
         bytes_down=down * len(clients),
         client_bytes=down + most,
         compute_seconds=slowest,
+        drift=drift.measures(),
     )
 
 
@@ -184,6 +192,16 @@ def local_steps(problem: Problem, clients: Sequence[int], info: RoundInfo) -> di
     return steps
 
 
+class Trained(NamedTuple):
+    """A cohort after its local steps: local and what end made of it, and its clients' mean losses [C], where known."""
+
+    rows: Rows
+    local: State
+    upload: State
+    state: State
+    losses: Tensor | None
+
+
 def _train(
     alg: Algorithm,
     problem: Problem,
@@ -193,7 +211,7 @@ def _train(
     counts: list[int],
     tracked: set[int],
     progress: Callable[[int], None],
-) -> tuple[Rows, State, State, Tensor | None]:
+) -> Trained:
     """The local steps of a cohort, its clients in order of falling step counts, so that those still at work are always
     the first rows."""
     x = federation.x.expand(len(clients), -1)
@@ -219,37 +237,7 @@ def _train(
             losses[:active] += loss.detach()
         progress(active)
     upload, state = alg.end(local, x, federation.server, kept, rows, info)
-    return rows, upload, state, None if losses is None else losses / rows.steps[:, 0]
-
-
-class Reduction:
-    """The running sums of a round's accepted uploads, in float64, so that how the work was cut leaves no trace."""
-
-    def __init__(self, alg: Algorithm, x: Tensor, info: RoundInfo) -> None:
-        self._tracked_names = list(alg.tracked_uploads())
-        self.kept_lengths = {name: length(of, x, info) for name, of in alg.client_vectors().items()}
-        self.lengths = {name: length(of, x, info) for name, of in {**alg.uploads(), **alg.tracked_uploads()}.items()}
-        self._sums = {name: x.new_zeros(length, dtype=torch.float64) for name, length in self.lengths.items()}
-        self._weight = self._rate_sum = 0.0
-        self._dtype = x.dtype
-        self.clients = self.tracked = 0
-
-    def add(self, upload: State, rows: Rows, good: list[int], weights: Tensor) -> None:
-        """Adds the good rows of a cohort's upload; weights [len(good)] are for the means only."""
-        tracked = rows.tracked[good].double()
-        for name, total in self._sums.items():
-            factor = tracked if name in self._tracked_names else weights[:, None]
-            total += (upload[name][good].double() * factor).sum(dim=0)
-        self._weight += float(weights.sum())
-        self._rate_sum += float((weights * rows.rate_sum[good, 0].double()).sum())
-        self.clients += len(good)
-        self.tracked += int(tracked.sum())
-
-    def result(self) -> Reduced:
-        """The means and totals, in x's dtype."""
-        mean = {n: (s / self._weight).to(self._dtype) for n, s in self._sums.items() if n not in self._tracked_names}
-        total = {name: self._sums[name].to(self._dtype) for name in self._tracked_names}
-        return Reduced(mean, total, self._rate_sum / self._weight, self.clients, self.tracked)
+    return Trained(rows, local, upload, state, None if losses is None else losses / rows.steps[:, 0])
 
 
 def _upload_bytes(alg: Algorithm, upload: State, tracked: bool) -> int:

@@ -192,6 +192,7 @@ def _line(job: Job, round: int, report: RoundReport, seconds: float) -> dict[str
         "simulated_seconds": round_to(srt),
         "clients": report.clients,
         "rejected": {str(client): why for client, why in report.rejected.items()},
+        **report.drift,
     }
 
 
