@@ -6,8 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedllm.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from fedllm.crew import Crew
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -120,21 +124,45 @@ def _run(arguments: argparse.Namespace) -> int:
     from fedllm.recipe import load_recipe
     from fedllm.run import dry_run, run
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    if arguments.dry_run:
-        dry_run(recipe)
-    else:
-        run(recipe)
-    return 0
+    def work(crew: Crew) -> None:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        if arguments.dry_run:
+            dry_run(recipe, crew)
+        else:
+            run(recipe, crew=crew)
+
+    return _together(work)
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
     from fedllm.sweep import list_cells, sweep
 
-    if arguments.dry_run:
-        list_cells(arguments.recipe, arguments.grid, arguments.overrides, arguments.only)
-    else:
-        sweep(arguments.recipe, arguments.grid, arguments.out, arguments.overrides, arguments.only)
+    def work(crew: Crew) -> None:
+        if arguments.dry_run:
+            list_cells(arguments.recipe, arguments.grid, arguments.overrides, arguments.only)
+        else:
+            sweep(arguments.recipe, arguments.grid, arguments.out, arguments.overrides, arguments.only, crew)
+
+    return _together(work)
+
+
+def _together(work: Callable[[Crew], None]) -> int:
+    """Does the work with all processes that were started together: rank 0 leads, the others serve it."""
+    from fedllm.crew import Captain, Crew
+    from fedllm.processes import meet, rank, size
+
+    if size() == 1:
+        work(Crew())
+        return 0
+    links = meet()
+    if rank():
+        from fedllm.worker import serve
+
+        return serve(links)
+    try:
+        work(Captain(links))
+    finally:
+        links.close()
     return 0
 
 
