@@ -16,9 +16,11 @@ from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
-import torch.distributed
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fedllm.algorithms.base import State
 from fedllm.errors import RunError
@@ -91,8 +93,8 @@ def _copy(value: Tensor) -> Tensor:
 
 def meet() -> Links:
     """Connects the processes that were started together. RunError where they do not all come within five minutes."""
-    store, rank, size = next(iter(torch.distributed.rendezvous("env://", timeout=_MEETING)))
-    store = torch.distributed.PrefixStore("fedllm", store)
+    store, rank, size = next(iter(rendezvous("env://", timeout=_MEETING)))
+    store = PrefixStore("fedllm", store)
     # The launcher's signals are for rank 0; the others end as soon as it is gone, so that it can tell who failed first.
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -103,8 +105,8 @@ def meet() -> Links:
         return Links({0: link}, size)
     signal.signal(signal.SIGTERM, _stop)
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    key = secrets.token_bytes(32)
-    with Listener(("127.0.0.1" if one_machine else "", 0), backlog=size, authkey=key) as listener:
+    key = secrets.token_hex(32)
+    with Listener(("127.0.0.1" if one_machine else "", 0), backlog=size, authkey=key.encode()) as listener:
         host = "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"]
         store.set("key", key)
         store.set("address", f"{host}:{listener.address[1]}")
@@ -116,6 +118,4 @@ def meet() -> Links:
 
 
 def _stop(*_: object) -> None:
-    raise StoppedError(
-        "stopped by the system or the launcher (SIGTERM); the same command goes on from the last checkpoint"
-    )
+    raise StoppedError("stopped (SIGTERM); the same command goes on from the last checkpoint")

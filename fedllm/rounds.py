@@ -130,7 +130,7 @@ def start(
 def full_gradients(
     alg: Algorithm, problem: Problem, x: Tensor, info: RoundInfo, clients: Sequence[int], cohort: int | None
 ) -> tuple[Tensor, State]:
-    """The sum [d] (float64) of these clients' full gradients at x [d], and the rows {name: [C, ...]} they start from."""
+    """The sum [d] (float64) of these clients' full gradients at x [d]; the rows {name: [C, ...]} they start from."""
     total = torch.zeros_like(x, dtype=torch.float64)
     states: list[State] = []
     for chunk in chunks(clients, cohort):

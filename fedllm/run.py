@@ -130,16 +130,15 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
     for name in ("threads", "precision"):
         if (before := snapshot.facts[name]) != (now := getattr(job.machine, name)):
             warn(f"the rounds before had {name} {before}, here it is {now}: the run is no longer bit for bit the same")
-    facts = snapshot.facts
-    if facts["shares"] < crew.size and (shares := _shares(job.recipe, crew)) != facts["shares"]:
-        warn(
-            f"dealing the clients into {shares} shares, not {facts['shares']}: the run is no longer bit for bit the same"
-        )
-        facts = {**facts, "shares": shares}
+    facts, shares = {"shares": 1} | snapshot.facts, _shares(job.recipe, crew)
+    if facts["shares"] < min(shares, crew.size):
+        warn(f"the rounds before had {facts['shares']} shares, now {shares}: the run is no longer bit for bit the same")
+        facts["shares"] = shares
     return federation, snapshot.metrics, facts
 
 
 def _shares(recipe: Recipe, crew: Crew) -> int:
+    """The shares that a run starts with."""
     return crew.size if recipe.run.shares == "auto" else recipe.run.shares
 
 
@@ -221,7 +220,7 @@ def round_to(seconds: float) -> float:
 def _evaluate(job: Job, federation: Federation, crew: Crew) -> dict[str, Any]:
     """Scores and loss on the whole validation split, with the seconds they took."""
     began = time.perf_counter()
-    labels = job.validation.labels
+    x, labels = federation.x, job.validation.labels
     logits = crew.logits(
         federation.x, lambda part, parts: job.problem.logits(federation.x, job.validation, part, parts)
     )

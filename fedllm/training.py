@@ -90,7 +90,7 @@ def under(prefix: str, tensors: State) -> State:
 def deal(work: Mapping[int, float], shares: int) -> list[list[int]]:
     """The clients in at most `shares` shares of nearly the same work, each in order of falling work, none empty.
 
-    The client with the most work left goes to the share with the least, so the deal depends on `work` and `shares` alone.
+    The client with the most work left goes to the share with the least: a function of `work` and `shares` alone.
     """
     dealt: list[list[int]] = [[] for _ in range(shares)]
     loads = [0.0] * shares

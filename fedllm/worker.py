@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fedllm.algorithms.base import State
 from fedllm.assemble import Job, Shelf, assemble
 from fedllm.console import console
 from fedllm.errors import RunError, UserError
@@ -38,7 +39,7 @@ class _Worker:
         self._links, self._shelf = links, Shelf()
         self._job: Job | None = None
 
-    def do(self, head: dict[str, Any], tensors: dict[str, Any]) -> Message:
+    def do(self, head: dict[str, Any], tensors: State) -> Message:
         try:
             if head["do"] == "assemble":
                 recipe = make_recipe(head["sections"], "recipe", "recipe")
@@ -55,13 +56,14 @@ class _Worker:
         except Exception:
             return {"error": traceback.format_exc(), "kind": "Exception"}, {}
 
-    def _train(self, job: Job, head: dict[str, Any], tensors: dict[str, Any]) -> Message:
+    def _train(self, job: Job, head: dict[str, Any], tensors: State) -> Message:
         device = job.machine.device
         info = replace(job.info, index=head["round"])
         federation = blank(job.algorithm, job.problem, info)
         federation.x = tensors["x"].to(device)
         federation.server = {name: value.to(device) for name, value in under("server/", tensors).items()}
-        answers, found = [], {}
+        answers: list[dict[str, Any]] = []
+        found: State = {}
         for place, share in enumerate(head["shares"]):
             for client in share:
                 kept = under(f"client/{client}/", tensors)
@@ -81,14 +83,15 @@ class _Worker:
         if self._links.ready([0], 0.0):
             raise RunError("rank 0 has given this task up")
 
-    def _gradients(self, job: Job, head: dict[str, Any], tensors: dict[str, Any]) -> Message:
-        x, found = tensors["x"].to(job.machine.device), {}
+    def _gradients(self, job: Job, head: dict[str, Any], tensors: State) -> Message:
+        x = tensors["x"].to(job.machine.device)
+        found: State = {}
         for place, share in enumerate(head["shares"]):
             total, state = full_gradients(job.algorithm, job.problem, x, job.info, share, head["cohort"])
             found[f"{place}/total"] = total
             found |= {f"{place}/state/{name}": value for name, value in state.items()}
         return {"shares": [{} for _ in head["shares"]]}, found
 
-    def _logits(self, job: Job, head: dict[str, Any], tensors: dict[str, Any]) -> Message:
+    def _logits(self, job: Job, head: dict[str, Any], tensors: State) -> Message:
         x = tensors["x"].to(job.machine.device)
         return {}, {"logits": job.problem.logits(x, job.validation, head["part"], head["parts"])}
