@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +22,11 @@ Handler = Callable[[argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 1 a run that could not go on, 2 a user's mistake, 130 interrupted."""
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    # argparse takes positionals in one run only: overrides after an option arrive here.
-    if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    with _only_rank_0_speaks():
+        arguments, rest = parser.parse_known_args(argv)
+        # argparse takes positionals in one run only: overrides after an option arrive here.
+        if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
     handler: Handler = arguments.handler
@@ -35,6 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _only_rank_0_speaks() -> Iterator[None]:
+    """Of processes that were started together with the same command, one is enough to say what is wrong with it."""
+    others = io.StringIO() if os.environ.get("RANK", "0") != "0" else None
+    with contextlib.redirect_stderr(others or sys.stderr), contextlib.redirect_stdout(others or sys.stdout):
+        yield
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -130,7 +130,7 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
     for name in ("threads", "precision"):
         if (before := snapshot.facts[name]) != (now := getattr(job.machine, name)):
             warn(f"the rounds before had {name} {before}, here it is {now}: the run is no longer bit for bit the same")
-    facts, shares = {"shares": 1} | snapshot.facts, _shares(job.recipe, crew)
+    facts, shares = {"shares": 1, **snapshot.facts}, _shares(job.recipe, crew)
     if facts["shares"] < min(shares, crew.size):
         warn(f"the rounds before had {facts['shares']} shares, now {shares}: the run is no longer bit for bit the same")
         facts["shares"] = shares
@@ -221,9 +221,7 @@ def _evaluate(job: Job, federation: Federation, crew: Crew) -> dict[str, Any]:
     """Scores and loss on the whole validation split, with the seconds they took."""
     began = time.perf_counter()
     x, labels = federation.x, job.validation.labels
-    logits = crew.logits(
-        federation.x, lambda part, parts: job.problem.logits(federation.x, job.validation, part, parts)
-    )
+    logits = crew.logits(x, lambda part, parts: job.problem.logits(x, job.validation, part, parts))
     if job.task.regression:
         loss = torch.nn.functional.mse_loss(logits[:, 0], labels.float())
     else:

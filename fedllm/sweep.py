@@ -120,7 +120,8 @@ def sweep(
 
     out: folder of the runs, default runs/<recipe>-<grid>; a cell's run is in <out>/<cell>-s<seed>, a trial in
     <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. only: the cases to run. crew: see run.
-    Cells that are finished are skipped, and one that was cut off goes on, so that the same command may be given until all is done.
+    Cells that are finished are skipped, and one that was cut off goes on, so that the same command may be given until
+    all is done.
     Raises UserError for a mistake in any cell before the first one runs; RunError at the end if some cells failed.
     """
     plan = load_grid(grid)
