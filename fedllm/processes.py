@@ -79,7 +79,8 @@ class Links:
         return json.loads(data[_HEAD.size : end]), load(data[end:])
 
     def close(self) -> None:
-        """Ends the connections, and with them the workers at their other ends."""
+        """Ends the connections, and with them the workers at their other ends. This process is about to end too."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for connection in self._connections.values():
             connection.close()
         if torch.distributed.is_initialized():

