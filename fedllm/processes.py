@@ -96,9 +96,7 @@ def meet() -> Links:
     """Connects the processes that were started together. RunError where they do not all come within five minutes."""
     store, rank, size = next(iter(rendezvous("env://", timeout=_MEETING)))
     store = PrefixStore("fedllm", store)
-    # The launcher's signals are for rank 0; the others end as soon as it is gone, so that it can tell who failed first.
     if rank:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         host, port = store.get("address").decode().rsplit(":", 1)
         link = Client((host, int(port)), authkey=store.get("key"))

@@ -116,7 +116,7 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
         what = "full local gradients at x0" if job.algorithm.needs_full_gradient() else "starting"
         with stage(what):
             federation = start(job.algorithm, job.problem, job.info, cohort=job.cohort, shares=shares, crew=crew)
-        facts = {
+        facts: dict[str, Any] = {
             "cohort": job.cohort,
             "shares": shares,
             "threads": job.machine.threads,
@@ -130,7 +130,7 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
     for name in ("threads", "precision"):
         if (before := snapshot.facts[name]) != (now := getattr(job.machine, name)):
             warn(f"the rounds before had {name} {before}, here it is {now}: the run is no longer bit for bit the same")
-    facts: dict[str, Any] = {"shares": 1, **snapshot.facts}
+    facts = {"shares": 1, **snapshot.facts}
     shares = _shares(job.recipe, crew)
     if facts["shares"] < min(shares, crew.size):
         warn(f"the rounds before had {facts['shares']} shares, now {shares}: the run is no longer bit for bit the same")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,8 @@ from fedllm.training import train_share, under
 def serve(links: Links) -> int:
     """Answers rank 0 until it closes the connection; the exit code. A failure is an answer like any other."""
     console.quiet = True
+    # The launcher's signals are for rank 0; a worker ends as soon as that is gone, so that it can tell who failed first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     worker = _Worker(links)
     try:
         while links.ready([0], links.timeout):
