@@ -21,7 +21,7 @@ from fedllm.training import train_share, under
 def serve(links: Links) -> int:
     """Answers rank 0 until it closes the connection; the exit code. A failure is an answer like any other."""
     console.quiet = True
-    # The launcher's signals are for rank 0; a worker ends as soon as that is gone, so that it can tell who failed first.
+    # The launcher's signals are for rank 0, which can so tell who failed first; a worker ends when rank 0 is gone.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     worker = _Worker(links)
     try:
