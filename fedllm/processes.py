@@ -98,6 +98,7 @@ def meet() -> Links:
     store = PrefixStore("fedllm", store)
     if rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        store.set(f"here/{rank}", "")
         host, port = store.get("address").decode().rsplit(":", 1)
         link = Client((host, int(port)), authkey=store.get("key"))
         link.send_bytes(rank.to_bytes(8, "little"))
@@ -109,6 +110,10 @@ def meet() -> Links:
         host = "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"]
         store.set("key", key)
         store.set("address", f"{host}:{listener.address[1]}")
+        try:
+            store.wait([f"here/{other}" for other in range(1, size)], _MEETING)
+        except torch.distributed.DistError as error:
+            raise RunError(f"not all of {size} processes started within {_MEETING}: {error}") from error
         connections = {}
         for _ in range(size - 1):
             link = listener.accept()
