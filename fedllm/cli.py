@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedllm.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from fedllm.crew import Crew
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -15,10 +22,11 @@ Handler = Callable[[argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 1 a run that could not go on, 2 a user's mistake, 130 interrupted."""
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    # argparse takes positionals in one run only: overrides after an option arrive here.
-    if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    with _only_rank_0_speaks():
+        arguments, rest = parser.parse_known_args(argv)
+        # argparse takes positionals in one run only: overrides after an option arrive here.
+        if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
     handler: Handler = arguments.handler
@@ -31,6 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _only_rank_0_speaks() -> Iterator[None]:
+    """Of processes that were started together with the same command, one is enough to say what is wrong with it."""
+    others = io.StringIO() if os.environ.get("RANK", "0") != "0" else None
+    with contextlib.redirect_stderr(others or sys.stderr), contextlib.redirect_stdout(others or sys.stdout):
+        yield
 
 
 def _fail(error: Exception, code: int) -> int:
@@ -128,36 +144,65 @@ def _run(arguments: argparse.Namespace) -> int:
     from fedllm.recipe import load_recipe
     from fedllm.run import dry_run, run
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    if arguments.dry_run:
-        dry_run(recipe)
-    else:
-        run(recipe)
-    return 0
+    def work(crew: Crew) -> None:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        if arguments.dry_run:
+            dry_run(recipe, crew)
+        else:
+            run(recipe, crew=crew)
+
+    return _together(work)
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
     from fedllm.sweep import list_cells, sweep
 
-    if arguments.dry_run:
-        list_cells(arguments.recipe, arguments.grid, arguments.overrides, arguments.only)
-    else:
-        sweep(arguments.recipe, arguments.grid, arguments.out, arguments.overrides, arguments.only)
+    def work(crew: Crew) -> None:
+        if arguments.dry_run:
+            list_cells(arguments.recipe, arguments.grid, arguments.overrides, arguments.only)
+        else:
+            sweep(arguments.recipe, arguments.grid, arguments.out, arguments.overrides, arguments.only, crew)
+
+    return _together(work)
+
+
+def _together(work: Callable[[Crew], None]) -> int:
+    """Does the work with all processes that were started together: rank 0 leads, the others serve it."""
+    from fedllm.crew import Captain, Crew
+    from fedllm.processes import meet, rank, size
+
+    if size() == 1:
+        work(Crew())
+        return 0
+    links = meet()
+    if rank():
+        from fedllm.worker import serve
+
+        return serve(links)
+    try:
+        work(Captain(links))
+    finally:
+        links.close()
     return 0
 
 
 def _suite(arguments: argparse.Namespace) -> int:
     from fedllm.suite import run_suite
 
-    whole = run_suite(
-        arguments.name,
-        arguments.model,
-        arguments.algorithm,
-        arguments.overrides,
-        recipes=arguments.recipes,
-        out=arguments.out,
-    )
-    return 0 if whole else 1
+    def work(crew: Crew) -> None:
+        finished = run_suite(
+            arguments.name,
+            arguments.model,
+            arguments.algorithm,
+            arguments.overrides,
+            recipes=arguments.recipes,
+            out=arguments.out,
+            crew=crew,
+        )
+        if not finished:
+            raise RunError("not every task could be run; see above")
+
+    return _together(work)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -118,15 +118,19 @@ class Run:
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "autocast dtype; auto = bfloat16 where it is fast"
     )
-    threads: int | None = setting(None, "CPU threads; null = every core this process may use")
+    threads: int | None = setting(None, "CPU threads of a process; null = its part of the cores it may use")
     cohort: int | Literal["auto"] = setting("auto", "clients trained together")
+    shares: int | Literal["auto"] = setting(
+        "auto", "parts that a round's clients are dealt into by work; auto = one for each process"
+    )
     slices: int | Literal["auto"] = setting("auto", "length-sorted slices a batch is cut into")
+    timeout: float = setting(3600.0, "seconds that one process waits for another before the run stops")
     checkpoint_every: int = setting(10, "rounds between checkpoints")
     resume: Literal["auto", "never"] = setting("auto", "auto = go on from the run folder's last good checkpoint")
     local_hub: str | None = setting(None, "folder with models/ and datasets/; null = FEDLLM_LOCAL_HUB")
 
     def __post_init__(self) -> None:
-        _positive(self, "threads", "cohort", "slices", "checkpoint_every")
+        _positive(self, "threads", "cohort", "shares", "slices", "timeout", "checkpoint_every")
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,9 @@ SECTION_TYPES: dict[str, type] = {
     "local": Local, "eval": Eval, "run": Run, "costs": Costs,
 }  # fmt: skip
 # Settings that change no number beyond its rounding: a run may be resumed, and runs may be compared, under others.
-FREE_KEYS = frozenset(("run", key) for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads"))
+FREE_KEYS = frozenset(
+    ("run", key) for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads", "shares", "timeout")
+)
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 
 
@@ -186,25 +192,29 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises UserError naming file, key, what was found and what was expected, before any model is loaded.
     """
     path = Path(path)
-    where = str(path)
-    values = read_layers(path, overrides)
+    return make_recipe(read_layers(path, overrides), path.stem, str(path))
+
+
+def make_recipe(values: Mapping[str, Any], name: str, where: str) -> Recipe:
+    """A recipe from plain data, such as Recipe.sections gives. where: how errors name its place."""
     for section in values:
         if section not in (*_SECTIONS, "algorithms"):
             known = nearest(str(section), [*_SECTIONS, "algorithms"])
             raise UserError(f"{where}: unknown section '{section}'{known}; known sections: {', '.join(_SECTIONS)}")
         if not isinstance(values[section], Mapping):
             raise UserError(f"{where}: {section}: found {values[section]!r}, expected keys and values")
-    table = values.pop("algorithms", {})
+    table = values.get("algorithms", {})
     algorithm = _algorithm(values.get("algorithm", {}), table, where)
     sections: dict[str, Any] = {
-        name: build(cls, values.get(name, {}), f"{where}: {name}") for name, cls in SECTION_TYPES.items()
+        section: build(cls, values.get(section, {}), f"{where}: {section}") for section, cls in SECTION_TYPES.items()
     }
     if sections["data"].name is None and sections["data"].train is None:
         raise UserError(
             f"{where}: data.name: missing; expected a data set's name, or data.train with data.text, data.label"
         )
     chosen = "_" + algorithm["name"].rpartition(":")[2]
-    name = path.stem if not table or path.stem.endswith(chosen) else path.stem + chosen
+    if table and not name.endswith(chosen):
+        name += chosen
     return Recipe(name=name, algorithm=algorithm, **sections)
 
 

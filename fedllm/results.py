@@ -26,7 +26,8 @@ _RECIPE_KEYS = (
 _RESULT_KEYS = ("primary", "final", "best", "target", "rounds", "rounds_to_target", "totals")
 _COSTS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
 _LINE_KEYS = ("round", *_COSTS)
-_NOT_SCORES = {*_LINE_KEYS, "train_loss", "clients", "rejected", "eval_loss", "eval_seconds"}
+_DRIFT = ("update_norm", "mean_update_norm", "update_cosine", "v_spread")
+_NOT_SCORES = {*_LINE_KEYS, *_DRIFT, "train_loss", "clients", "rejected", "eval_loss", "eval_seconds"}
 
 
 @dataclass(frozen=True)

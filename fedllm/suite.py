@@ -16,10 +16,12 @@ from rich.table import Table
 from fedllm.algorithms import algorithm_class
 from fedllm.assemble import with_dir
 from fedllm.console import console, say, warn
+from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.layers import read_layers
 from fedllm.models import check_available
 from fedllm.plots import metric_name
+from fedllm.processes import StoppedError
 from fedllm.recipe import Recipe, load_recipe
 from fedllm.run import RunResult, run
 from fedllm.settings import nearest
@@ -51,12 +53,13 @@ def run_suite(
     *,
     recipes: Path = Path("recipes"),
     out: Path = Path("runs"),
+    crew: Crew | None = None,
 ) -> bool:
     """Runs every task of a suite, prints the table of their scores and writes it to `out`; whether all tasks finished.
 
     model: of Suite.models; None: the first that can be had, which is said. algorithm: None for the recipes' own.
     overrides: "section.key=value", for every run. Runs live in out/<recipe>-s<seed>, are resumed where they were
-    interrupted, and kept where they are finished. A task that cannot be run is named, and the others go on.
+    interrupted, and kept where they are finished. crew: see run. A task that cannot be run is named, and the others go on.
     Raises UserError for mistakes in what was given, before anything runs.
     """
     suite = SUITES[name]
@@ -69,7 +72,9 @@ def run_suite(
     for number, recipe in enumerate(loaded, 1):
         say(f"{number} of {len(loaded)}: {recipe.name}", "bold")
         try:
-            results.append(run(with_dir(recipe, out / f"{recipe.name}-s{recipe.run.seed}")))
+            results.append(run(with_dir(recipe, out / f"{recipe.name}-s{recipe.run.seed}"), crew=crew))
+        except StoppedError:
+            raise
         except (UserError, RunError) as error:
             warn(f"{recipe.name} cannot be run: {error}")
             results.append(None)

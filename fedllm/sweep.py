@@ -15,7 +15,9 @@ import yaml
 
 from fedllm.assemble import Shelf, with_dir
 from fedllm.console import say, warn
+from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
+from fedllm.processes import StoppedError
 from fedllm.recipe import Recipe, load_recipe
 from fedllm.report import report
 from fedllm.results import load_run, setting_text
@@ -112,12 +114,14 @@ def sweep(
     out: str | Path | None = None,
     overrides: Sequence[str] = (),
     only: Sequence[str] = (),
+    crew: Crew | None = None,
 ) -> Path:
     """Runs every cell of the grid over the recipe and reports them together; the same as `fedllm sweep`.
 
     out: folder of the runs, default runs/<recipe>-<grid>; a cell's run is in <out>/<cell>-s<seed>, a trial in
-    <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. only: the cases to run. Cells that are finished
-    are skipped, and one that was cut off goes on, so that the same command may be given until all is done.
+    <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. only: the cases to run. crew: see run.
+    Cells that are finished are skipped, and one that was cut off goes on, so that the same command may be given until
+    all is done.
     Raises UserError for a mistake in any cell before the first one runs; RunError at the end if some cells failed.
     """
     plan = load_grid(grid)
@@ -125,7 +129,7 @@ def sweep(
     cases = _cases(str(recipe), str(grid), plan, overrides, only)
     total = sum(len(members) for members in cases.values())
     say(f"{total} {'cells' if total > 1 else 'cell'} into {out}" + (f", for {plan.feeds}" if plan.feeds else ""))
-    runner = _Runner()
+    runner = _Runner(crew)
     folders = []
     for members in cases.values():
         for cell in _best(members, plan.choose, plan, str(recipe), out, runner) if plan.choose else members:
@@ -177,14 +181,16 @@ def _cases(recipe: str, grid: str, plan: Grid, overrides: Sequence[str], only: S
 class _Runner:
     """Runs one recipe after the other; a run that cannot go on is noted and the next one begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, crew: Crew | None) -> None:
         self.failed: list[str] = []
-        self._shelf = Shelf()
+        self._shelf, self._crew = Shelf(), crew
 
     def run(self, recipe: Recipe, folder: Path) -> None:
         say(str(folder), "bold")
         try:
-            run(with_dir(recipe, folder), self._shelf)
+            run(with_dir(recipe, folder), self._shelf, self._crew)
+        except StoppedError:
+            raise
         except RunError as error:
             warn(f"{folder}: {error}")
             self.failed.append(f"{folder}: {error}")

