@@ -1,13 +1,14 @@
 """A round of local training: ours against what people run today, the sides alternating within one run.
 
-python benchmarks/speed.py recipes/sst2_fadamgc.yaml                            # ours, a bare loop, transformers.Trainer
-python benchmarks/speed.py recipes/sst2_fadamgc.yaml --flower                   # and Flower (pip install "flwr[simulation]")
-python benchmarks/speed.py recipes/sst2_fadamgc.yaml --ablate                   # ours with each of its parts switched off
-python benchmarks/speed.py recipes/qqp_fadamgc.yaml model.pretrained=false data.max_train=4000      # GPT-2 on a GPU
+python benchmarks/speed.py recipes/sst2_fadamgc.yaml            # ours, a bare loop, transformers.Trainer
+python benchmarks/speed.py recipes/sst2_fadamgc.yaml --flower   # and Flower: pip install "flwr[simulation]"
+python benchmarks/speed.py recipes/sst2_fadamgc.yaml --ablate   # ours with each of its parts switched off
+python benchmarks/speed.py recipes/qqp_fadamgc.yaml model.pretrained=false data.max_train=4000   # GPT-2, on a GPU
 
 Every side trains the same clients on the same batches with AdamW, from the same weights, and must end at the same mean
-weights. A line a side: seconds of a round (median), client-steps a second, and how many times as long as ours it takes, the median
-and range over the repeats. On a GPU also the peak memory and the share of the GPU's peak arithmetic (--peak-tflops).
+weights. A line a side: seconds of a round (median), client-steps a second, and how many times as long as ours it takes,
+the median and the range over the repeats. On a GPU also the peak memory and the share of the GPU's peak arithmetic
+(--peak-tflops).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main() -> int:
     parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the GPU, dense bfloat16 (H100, H200: 989)")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     shape = (arguments.clients, arguments.steps, arguments.batch)
     shelf = Shelf()
     work = Work.of(arguments.recipe, arguments.overrides, *shape, shelf=shelf)

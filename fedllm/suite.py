@@ -59,7 +59,8 @@ def run_suite(
 
     model: of Suite.models; None: the first that can be had, which is said. algorithm: None for the recipes' own.
     overrides: "section.key=value", for every run. Runs live in out/<recipe>-s<seed>, are resumed where they were
-    interrupted, and kept where they are finished. crew: see run. A task that cannot be run is named, and the others go on.
+    interrupted, and kept where they are finished. A task that cannot be run is named, and the others go on. crew: see
+    run.
     Raises UserError for mistakes in what was given, before anything runs.
     """
     suite = SUITES[name]
