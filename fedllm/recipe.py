@@ -123,6 +123,9 @@ class Run:
     slices: int | Literal["auto"] = setting("auto", "length-sorted slices a batch is cut into")
     checkpoint_every: int = setting(10, "rounds between checkpoints")
     resume: Literal["auto", "never"] = setting("auto", "auto = go on from the run folder's last good checkpoint")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = setting(
+        ["tensorboard"], "where the rounds' numbers are shown live; [] = nowhere"
+    )
     local_hub: str | None = setting(None, "folder with models/ and datasets/; null = FEDLLM_LOCAL_HUB")
 
     def __post_init__(self) -> None:
@@ -174,7 +177,7 @@ SECTION_TYPES: dict[str, type] = {
     "local": Local, "eval": Eval, "run": Run, "costs": Costs,
 }  # fmt: skip
 # Settings that change no number beyond its rounding: a run may be resumed, and runs may be compared, under others.
-FREE_KEYS = frozenset(("run", key) for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads"))
+FREE_KEYS = frozenset(("run", key) for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads", "trackers"))
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 
 
