@@ -29,7 +29,7 @@ from workload import Plain, Work
 
 from fedllm.assemble import Shelf
 from fedllm.console import console, say
-from fedllm.run import versions
+from fedllm.records import versions
 
 Side = Callable[[], Tensor]
 

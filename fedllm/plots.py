@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from fedllm.results import Axis, Group, Run, load_run
+from fedllm.groups import Group
+from fedllm.results import Axis, Run, load_run
 
 Curve = tuple[list[float], list[float]]
 Look = dict[str, Any]

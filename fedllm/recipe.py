@@ -127,6 +127,9 @@ class Run:
     timeout: float = setting(3600.0, "seconds that one process waits for another before the run stops")
     checkpoint_every: int = setting(10, "rounds between checkpoints")
     resume: Literal["auto", "never"] = setting("auto", "auto = go on from the run folder's last good checkpoint")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = setting(
+        ["tensorboard"], "where the rounds' numbers are shown live; [] = nowhere"
+    )
     local_hub: str | None = setting(None, "folder with models/ and datasets/; null = FEDLLM_LOCAL_HUB")
 
     def __post_init__(self) -> None:
@@ -179,7 +182,8 @@ SECTION_TYPES: dict[str, type] = {
 }  # fmt: skip
 # Settings that change no number beyond its rounding: a run may be resumed, and runs may be compared, under others.
 FREE_KEYS = frozenset(
-    ("run", key) for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads", "shares", "timeout")
+    ("run", key)
+    for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads", "shares", "timeout", "trackers")
 )
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 

@@ -18,8 +18,9 @@ from rich.text import Text
 
 from fedllm.console import console
 from fedllm.errors import RunError, UserError
+from fedllm.groups import Group, group_runs
 from fedllm.plots import figures, metric_name, plot_run, save
-from fedllm.results import Group, Run, group_runs, load_run, read_runs
+from fedllm.results import Run, load_run, read_runs
 
 __all__ = ["FORMATS", "load_run", "plot_run", "read_runs", "report", "summarise"]
 

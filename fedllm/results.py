@@ -1,4 +1,4 @@
-"""Runs read back from their folders, and put into groups that differ in the seed alone."""
+"""Runs read back from their folders."""
 
 from __future__ import annotations
 
@@ -82,38 +82,6 @@ class Run:
         return [float(x) for x, _ in points], [float(y) for _, y in points]
 
 
-@dataclass(frozen=True)
-class Group:
-    """Finished runs of one recipe that differ in the seed alone, or one unfinished run.
-
-    name: the algorithm and the settings in which the groups of this task differ. note: how far an unfinished run came.
-    """
-
-    name: str
-    runs: list[Run]
-    note: str = ""
-
-    @property
-    def label(self) -> str:
-        """Name and note."""
-        return f"{self.name} ({self.note})" if self.note else self.name
-
-    @property
-    def task(self) -> str:
-        """The data set."""
-        return self.runs[0].task
-
-    @property
-    def metric(self) -> str:
-        """The headline metric."""
-        return self.runs[0].primary
-
-    @property
-    def target(self) -> dict[str, float]:
-        """Metric values to reach; empty where the recipe sets none."""
-        return self.runs[0].result["target"] or {}
-
-
 def load_run(folder: str | Path) -> Run:
     """The run in a folder. Of an unfinished run a torn last line of metrics.jsonl is left out.
 
@@ -149,26 +117,10 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
             problems.append(str(error))
     kept: dict[tuple[str, int], Run] = {}
     for run in sorted(runs, key=lambda run: not run.finished):
-        first = kept.setdefault((_recipe_key(run.recipe), run.seed), run)
+        first = kept.setdefault((recipe_key(run.recipe), run.seed), run)
         if first is not run:
             problems.append(f"{run.folder}: the same recipe and seed as {first.folder}, which stands for both")
     return [run for run in runs if run in kept.values()], problems
-
-
-def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs in groups, in the order of their first runs, task by task. Only seeds are ever averaged; an unfinished run
-    is a group of its own."""
-    tasks: dict[str, dict[str, list[Run]]] = {}
-    for run in runs:
-        tasks.setdefault(run.task, {}).setdefault(_recipe_key(run.recipe), []).append(run)
-    groups: list[Group] = []
-    for recipes in tasks.values():
-        names = _names([members[0].recipe for members in recipes.values()])
-        for name, members in zip(names, recipes.values(), strict=True):
-            finished = [run for run in members if run.finished]
-            groups += [Group(name, finished)] if finished else []
-            groups += [Group(name, [run], _unfinished(run)) for run in members if not run.finished]
-    return groups
 
 
 class _DamagedError(Exception):
@@ -253,7 +205,6 @@ def _so_far(rounds: list[dict[str, Any]], target: dict[str, float] | None) -> di
     names = dict.fromkeys(name for line in rounds for name in line if name not in _NOT_SCORES and _measured(line, name))
     scored = {name: [line for line in rounds if _measured(line, name)] for name in names}
     best = {name: max(lines, key=lambda line: line[name]) for name, lines in scored.items()}
-    hits = [line["round"] for line in rounds if target and _reached(line, target)]
     return {
         "status": "unfinished",
         "primary": next(iter(names), ""),
@@ -261,49 +212,30 @@ def _so_far(rounds: list[dict[str, Any]], target: dict[str, float] | None) -> di
         "best": {name: {"value": line[name], "round": line["round"]} for name, line in best.items()},
         "target": target,
         "rounds": rounds[-1]["round"],
-        "rounds_to_target": hits[0] if hits else None,
+        "rounds_to_target": rounds_to(target, rounds),
         "totals": {name: sum(line[name] for line in rounds) for name in _COSTS},
     }
 
 
-def _reached(line: dict[str, Any], target: dict[str, float]) -> bool:
-    return all(_measured(line, name) and line[name] >= value for name, value in target.items())
+def rounds_to(target: dict[str, float] | None, rounds: Sequence[dict[str, Any]]) -> int | None:
+    """The first round whose scores reach every target, or None."""
+    for line in rounds if target else []:
+        if all(_measured(line, name) and line[name] >= value for name, value in (target or {}).items()):
+            return int(line["round"])
+    return None
 
 
-def _unfinished(run: Run) -> str:
-    return f"seed {run.seed} unfinished, round {run.result['rounds']} of {run.recipe['federation']['rounds']}"
-
-
-def _compared(recipe: Sections) -> dict[tuple[str, str], Any]:
+def compared(recipe: Sections) -> dict[tuple[str, str], Any]:
     """The settings in which two runs must agree to be averaged."""
     settings = {(section, key): value for section, values in recipe.items() for key, value in values.items()}
     return {where: value for where, value in settings.items() if where not in _FREE}
 
 
-def _recipe_key(recipe: Sections) -> str:
+def recipe_key(recipe: Sections) -> str:
+    """The same text for recipes that differ in the seed alone."""
     return "\n".join(
-        sorted(f"{section}.{key}={setting_text(value)}" for (section, key), value in _compared(recipe).items())
+        sorted(f"{section}.{key}={setting_text(value)}" for (section, key), value in compared(recipe).items())
     )
-
-
-def _names(recipes: list[Sections]) -> list[str]:
-    """Each recipe's algorithm with the settings that tell it from the others. An algorithm's own settings count only
-    against those of the same algorithm: others have other ones."""
-    compared = [_compared(recipe) for recipe in recipes]
-    names = []
-    for mine in compared:
-        algorithm = mine["algorithm", "name"]
-        kin = [other for other in compared if other["algorithm", "name"] == algorithm]
-        differing = []
-        places = dict.fromkeys(where for other in compared for where in other)
-        for where in sorted(places, key=lambda where: where[0] != "algorithm"):
-            section, key = where
-            others = kin if section == "algorithm" else compared
-            if len({setting_text(other.get(where)) for other in others}) > 1:
-                prefix = "" if section == "algorithm" else f"{section}."
-                differing.append(f"{prefix}{key}={setting_text(mine.get(where))}")
-        names.append(" ".join([algorithm, ", ".join(differing)]).strip())
-    return names
 
 
 def setting_text(value: Any) -> str:

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from fedllm import __version__
 from fedllm.assemble import Job, Shelf, assemble, plan_table, run_folder, with_dir
 from fedllm.console import RoundProgress, console, say, stage, warn
-from fedllm.costs import client_memory, simulated_seconds, stored_values
 from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.export import save_adapter
-from fedllm.metrics import evaluate_logits, metric_for
+from fedllm.metrics import metric_for
+from fedllm.plots import plot_run
 from fedllm.recipe import FREE_KEYS, Recipe, load_recipe
-from fedllm.report import plot_run
-from fedllm.rounds import Federation, Plan, RoundReport, blank, run_round, sample, start
+from fedllm.records import append_line, evaluate, partition_summary, round_line, run_result, start_costs
+from fedllm.results import rounds_to
+from fedllm.rounds import Federation, Plan, blank, run_round, sample, start
 from fedllm.state import Checkpoints, Snapshot, replace_text
-
-_TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
+from fedllm.trackers import Trackers, require_installed
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,7 @@ def dry_run(recipe: Recipe, crew: Crew | None = None) -> None:
     """Builds everything up to the first step and prints the plan."""
     crew = crew or Crew()
     _check_folder(run_folder(recipe), recipe)
+    require_installed(recipe.run.trackers)
     console.print(plan_table(crew.assemble(recipe, lambda: assemble(recipe, processes=crew.size))))
 
 
@@ -68,6 +64,7 @@ def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None) ->
         if not (folder / "curves.png").is_file():
             plot_run(folder)
         return _read(folder)
+    require_installed(recipe.run.trackers)
     checkpoints = Checkpoints(folder / "checkpoints", warn)
     snapshot = checkpoints.latest()
     cohort = snapshot.facts["cohort"] if snapshot else None
@@ -79,6 +76,7 @@ def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None) ->
     except OSError as error:
         raise UserError(f"run.dir={folder}: cannot be made: {error}") from error
     replace_text(folder / "recipe.yaml", recipe.yaml())
+    replace_text(folder / "partition.json", json.dumps(partition_summary(job)) + "\n")
     federation, metrics, facts = _begin(job, snapshot, crew)
     _train(job, federation, metrics, facts, checkpoints, folder, crew)
     return _finish(job, federation, metrics, facts, folder)
@@ -121,7 +119,7 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
             "shares": shares,
             "threads": job.machine.threads,
             "precision": job.machine.precision,
-            "start": _start_costs(job, time.perf_counter() - began),
+            "start": start_costs(job, time.perf_counter() - began),
         }
         return federation, [], facts
     federation = blank(job.algorithm, job.problem, job.info)
@@ -143,22 +141,6 @@ def _shares(recipe: Recipe, crew: Crew) -> int:
     return crew.size if recipe.run.shares == "auto" else recipe.run.shares
 
 
-def _start_costs(job: Job, seconds: float) -> dict[str, float]:
-    """What the pass over the data before round 1 costs: x0 down to, and a gradient up from, each of the N clients."""
-    if not job.algorithm.needs_full_gradient():
-        return dict.fromkeys(_TOTALS, 0)
-    vector = job.problem.initial().nbytes
-    sizes = [len(part) for part in job.parts]
-    slowest = simulated_seconds(seconds * max(sizes) / sum(sizes), 2 * vector, job.recipe.costs.bandwidth_mbit)
-    every = vector * job.info.num_clients
-    return {
-        "bytes_up": every,
-        "bytes_down": every,
-        "seconds": round_to(seconds),
-        "simulated_seconds": round_to(slowest),
-    }
-
-
 def _train(
     job: Job,
     federation: Federation,
@@ -172,7 +154,8 @@ def _train(
     recipe, info = job.recipe, job.info
     path = folder / "metrics.jsonl"
     replace_text(path, "".join(json.dumps(line) + "\n" for line in metrics))
-    with RoundProgress(info.total, federation.round) as progress, _Events(folder, federation.round) as events:
+    trackers = Trackers(recipe.run.trackers, folder, federation.round, recipe.sections())
+    with RoundProgress(info.total, federation.round) as progress, trackers:
         plan = Plan(job.cohort, recipe.federation.min_clients, progress.step, facts["shares"], crew)
         while not _complete(recipe, federation.round, metrics):
             began = time.perf_counter()
@@ -180,12 +163,12 @@ def _train(
             report = run_round(job.algorithm, job.problem, federation, info, clients, tracked, plan)
             for client, why in report.rejected.items():
                 warn(f"round {federation.round}: client {client} rejected: {why}")
-            line = _line(job, federation.round, report, time.perf_counter() - began)
+            line = round_line(job, federation.round, report, time.perf_counter() - began)
             if federation.round % recipe.eval.every == 0 or federation.round == info.total:
-                line |= _evaluate(job, federation, crew)
+                line |= evaluate(job, federation, crew)
             metrics.append(line)
-            _append(path, line)
-            events.write(line)
+            append_line(path, line)
+            trackers.write(line)
             progress.finish(federation.round, _note(job, metrics))
             last = _complete(recipe, federation.round, metrics)
             if last or federation.round % recipe.run.checkpoint_every == 0:
@@ -193,72 +176,8 @@ def _train(
 
 
 def _complete(recipe: Recipe, round: int, metrics: list[dict[str, Any]]) -> bool:
-    reached = recipe.eval.stop_at_target and _rounds_to(recipe.eval.target, metrics) is not None
+    reached = recipe.eval.stop_at_target and rounds_to(recipe.eval.target, metrics) is not None
     return round >= recipe.federation.rounds or reached
-
-
-def _line(job: Job, round: int, report: RoundReport, seconds: float) -> dict[str, Any]:
-    """The round's object in metrics.jsonl, before evaluation."""
-    srt = simulated_seconds(report.compute_seconds, report.client_bytes, job.recipe.costs.bandwidth_mbit)
-    return {
-        "round": round,
-        "train_loss": report.train_loss,
-        "bytes_up": report.bytes_up,
-        "bytes_down": report.bytes_down,
-        "seconds": round_to(seconds),
-        "simulated_seconds": round_to(srt),
-        "clients": report.clients,
-        "rejected": {str(client): why for client, why in report.rejected.items()},
-        **report.drift,
-    }
-
-
-def round_to(seconds: float) -> float:
-    """Seconds to the tenth of a millisecond, as they are logged."""
-    return round(seconds, 4)
-
-
-def _evaluate(job: Job, federation: Federation, crew: Crew) -> dict[str, Any]:
-    """Scores and loss on the whole validation split, with the seconds they took."""
-    began = time.perf_counter()
-    x, labels = federation.x, job.validation.labels
-    logits = crew.logits(x, lambda part, parts: job.problem.logits(x, job.validation, part, parts))
-    if job.task.regression:
-        loss = torch.nn.functional.mse_loss(logits[:, 0], labels.float())
-    else:
-        loss = torch.nn.functional.cross_entropy(logits, labels)
-    scores = {"eval_loss": float(loss), **evaluate_logits(job.task, logits, labels)}
-    finite = {name: value if math.isfinite(value) else None for name, value in scores.items()}
-    return {**finite, "eval_seconds": round_to(time.perf_counter() - began)}
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-    except OSError as error:
-        raise RunError(f"{path} could not be written: {error}; the last checkpoint is intact") from error
-
-
-class _Events:
-    """TensorBoard events of a run, in its folder; events of rounds that a resumed run repeats are purged."""
-
-    def __init__(self, folder: Path, done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
-
-    def __enter__(self) -> _Events:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._writer.close()
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Every number of a line of metrics.jsonl."""
-        for name, value in line.items():
-            if isinstance(value, int | float) and name != "round":
-                self._writer.add_scalar(name, value, line["round"])
 
 
 def _note(job: Job, metrics: list[dict[str, Any]]) -> str:
@@ -270,14 +189,6 @@ def _note(job: Job, metrics: list[dict[str, Any]]) -> str:
     return "  ".join([*parts, *([f"{primary} {scores[-1]:.4f} (best {max(scores):.4f})"] if scores else [])])
 
 
-def _rounds_to(target: dict[str, float] | None, metrics: list[dict[str, Any]]) -> int | None:
-    """The first round whose scores reach every target, or None."""
-    for line in metrics if target else []:
-        if all((line.get(name) or -math.inf) >= value for name, value in (target or {}).items()):
-            return int(line["round"])
-    return None
-
-
 def _finish(
     job: Job, federation: Federation, metrics: list[dict[str, Any]], facts: dict[str, Any], folder: Path
 ) -> RunResult:
@@ -285,7 +196,7 @@ def _finish(
     job.problem.space.scatter(job.model, federation.x)
     try:
         save_adapter(job.model, folder / "adapter", _base_name(job), job.backbone.tokenizer)
-        result = _result(job, federation, metrics, facts)
+        result = run_result(job, federation, metrics, facts)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")
         picture = plot_run(folder)
     except OSError as error:
@@ -304,48 +215,6 @@ def _base_name(job: Job) -> str:
     return job.backbone.name if isinstance(source, str) or not job.backbone.name.startswith("package:") else str(source)
 
 
-def _result(job: Job, federation: Federation, metrics: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
-    recipe, info, dim = job.recipe, job.info, job.problem.dim
-    names = [*metric_for(job.task).names, "eval_loss"]
-    scored = [line for line in metrics if "eval_loss" in line]
-    best = {}
-    for name in names:
-        lines = [line for line in scored if line[name] is not None]
-        if lines:
-            top = (min if name == "eval_loss" else max)(lines, key=lambda line: line[name])
-            best[name] = {"value": top[name], "round": top["round"]}
-    frozen = sum(value.numel() for value in job.model.parameters()) - dim
-    return {
-        "status": "finished",
-        "algorithm": recipe.algorithm["name"],
-        "task": job.task.name,
-        "primary": metric_for(job.task).primary,
-        "final": {name: scored[-1][name] for name in names},
-        "best": best,
-        "target": recipe.eval.target,
-        "rounds": federation.round,
-        "rounds_to_target": _rounds_to(recipe.eval.target, metrics),
-        "totals": {name: round_to(facts["start"][name] + sum(line[name] for line in metrics)) for name in _TOTALS},
-        "rejected": sum(len(line["rejected"]) for line in metrics),
-        "trainable_parameters": dim,
-        "client_memory": client_memory(job.algorithm, info, dim, frozen),
-        "client_state_bytes": {
-            "a_client": 4 * stored_values(job.algorithm, info, dim),
-            "all": federation.clients.nbytes(),
-        },
-        "seed": recipe.run.seed,
-        "machine": {
-            "device": str(job.machine.device),
-            "threads": job.machine.threads,
-            "precision": job.machine.precision,
-            "cohort": job.cohort,
-            "processes": job.machine.processes,
-            "shares": facts["shares"],
-        },
-        "versions": versions(),
-    }
-
-
 def export_adapter(folder: Path, out: Path | None = None) -> Path:
     """Writes the adapter of a run's newest good checkpoint, finished or not, to `out`, default <run>/adapter."""
     if not (folder / "recipe.yaml").is_file():
@@ -360,12 +229,6 @@ def export_adapter(folder: Path, out: Path | None = None) -> Path:
     job.problem.space.scatter(job.model, federation.x)
     job.problem.release()
     return save_adapter(job.model, out or folder / "adapter", _base_name(job), job.backbone.tokenizer)
-
-
-def versions() -> dict[str, str]:
-    """Versions that a result depends on."""
-    names = ("torch", "transformers", "peft", "accelerate", "datasets", "evaluate", "safetensors")
-    return {"fedllm": __version__, "python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def _read(folder: Path) -> RunResult:

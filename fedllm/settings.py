@@ -44,6 +44,8 @@ def describe(annotation: Any) -> str:
         return "one of: " + ", ".join(map(str, args))
     if origin in (Union, types.UnionType):
         return " or ".join("null" if arg is type(None) else describe(arg) for arg in args)
+    if origin is list and get_origin(args[0]) is Literal:
+        return "a list of any of: " + ", ".join(get_args(args[0]))
     if origin is list:
         return f"a list of {describe(args[0]).removeprefix('a ')}s"
     if origin is tuple:

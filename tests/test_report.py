@@ -19,10 +19,11 @@ from rich.console import Console
 from fedllm import plots
 from fedllm.console import console
 from fedllm.errors import UserError
+from fedllm.groups import group_runs
 from fedllm.plots import figures, plot_run
 from fedllm.recipe import load_recipe
 from fedllm.report import report, summarise
-from fedllm.results import group_runs, load_run, read_runs
+from fedllm.results import load_run, read_runs
 
 SCORES = (0.5, 0.7, 0.9, 0.8)
 
@@ -131,7 +132,7 @@ BROKEN = {
     "no metrics": (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl has no rounds"),
     "broken recipe": (lambda folder: (folder / "recipe.yaml").write_text("a: [b"), "recipe.yaml is not YAML"),
     "another recipe": (lambda folder: (folder / "recipe.yaml").write_text("name: x"), "recipe.yaml has no sections"),
-    "recipe without seed": (edit("recipe.yaml", "seed: 1, dir", "dir"), "recipe.yaml lacks run.seed"),
+    "recipe without seed": (edit("recipe.yaml", "seed: 1", "sed: 1"), "recipe.yaml lacks run.seed"),
     "no recipe": (lambda folder: (folder / "recipe.yaml").unlink(), "not a run folder"),
     "gone": (shutil.rmtree, "no such folder"),
 }

@@ -1,0 +1,156 @@
+"""What a run writes down: the lines of metrics.jsonl, partition.json and result.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedllm import __version__
+from fedllm.assemble import Job
+from fedllm.costs import client_memory, simulated_seconds, stored_values, vectors_per_round
+from fedllm.crew import Crew
+from fedllm.errors import RunError
+from fedllm.metrics import evaluate_logits, metric_for
+from fedllm.results import rounds_to
+from fedllm.rounds import Federation, RoundReport
+
+TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
+
+
+def round_line(job: Job, round: int, report: RoundReport, seconds: float) -> dict[str, Any]:
+    """The round's object in metrics.jsonl, before evaluation."""
+    srt = simulated_seconds(report.compute_seconds, report.client_bytes, job.recipe.costs.bandwidth_mbit)
+    return {
+        "round": round,
+        "train_loss": report.train_loss,
+        "bytes_up": report.bytes_up,
+        "bytes_down": report.bytes_down,
+        "seconds": round_to(seconds),
+        "simulated_seconds": round_to(srt),
+        "clients": report.clients,
+        "rejected": {str(client): why for client, why in report.rejected.items()},
+        **report.drift,
+    }
+
+
+def round_to(seconds: float) -> float:
+    """Seconds to the tenth of a millisecond, as they are logged."""
+    return round(seconds, 4)
+
+
+def evaluate(job: Job, federation: Federation, crew: Crew) -> dict[str, Any]:
+    """Scores and loss on the whole validation split, with the seconds they took."""
+    began = time.perf_counter()
+    x, labels = federation.x, job.validation.labels
+    logits = crew.logits(x, lambda part, parts: job.problem.logits(x, job.validation, part, parts))
+    if job.task.regression:
+        loss = torch.nn.functional.mse_loss(logits[:, 0], labels.float())
+    else:
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+    scores = {"eval_loss": float(loss), **evaluate_logits(job.task, logits, labels)}
+    finite = {name: value if math.isfinite(value) else None for name, value in scores.items()}
+    return {**finite, "eval_seconds": round_to(time.perf_counter() - began)}
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Adds a line to metrics.jsonl."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise RunError(f"{path} could not be written: {error}; the last checkpoint is intact") from error
+
+
+def start_costs(job: Job, seconds: float) -> dict[str, float]:
+    """What the pass over the data before round 1 costs: x0 down to, and a gradient up from, each of the N clients."""
+    if not job.algorithm.needs_full_gradient():
+        return dict.fromkeys(TOTALS, 0)
+    vector = job.problem.initial().nbytes
+    sizes = [len(part) for part in job.parts]
+    slowest = simulated_seconds(seconds * max(sizes) / sum(sizes), 2 * vector, job.recipe.costs.bandwidth_mbit)
+    every = vector * job.info.num_clients
+    return {
+        "bytes_up": every,
+        "bytes_down": every,
+        "seconds": round_to(seconds),
+        "simulated_seconds": round_to(slowest),
+    }
+
+
+def partition_summary(job: Job) -> dict[str, Any]:
+    """partition.json: how many samples each client has (sizes [N]), and of each class (counts [N, classes])."""
+    labels, classes = np.asarray(job.task.train.labels), job.task.label_names
+    counts = [np.bincount(labels[part], minlength=len(classes)).tolist() for part in job.parts] if classes else None
+    return {"sizes": [len(part) for part in job.parts], "classes": list(classes), "counts": counts}
+
+
+def run_result(
+    job: Job, federation: Federation, metrics: list[dict[str, Any]], facts: dict[str, Any]
+) -> dict[str, Any]:
+    """result.json: what came of a run, and what it cost."""
+    recipe, info, dim = job.recipe, job.info, job.problem.dim
+    names = [*metric_for(job.task).names, "eval_loss"]
+    scored = [line for line in metrics if "eval_loss" in line]
+    best = {}
+    for name in names:
+        lines = [line for line in scored if line[name] is not None]
+        if lines:
+            top = (min if name == "eval_loss" else max)(lines, key=lambda line: line[name])
+            best[name] = {"value": top[name], "round": top["round"]}
+    frozen = sum(value.numel() for value in job.model.parameters()) - dim
+    frozen_bytes = sum(value.nbytes for value in job.model.parameters()) - federation.x.nbytes
+    memory = client_memory(job.algorithm, info, dim, frozen)
+    return {
+        "status": "finished",
+        "algorithm": recipe.algorithm["name"],
+        "task": job.task.name,
+        "primary": metric_for(job.task).primary,
+        "final": {name: scored[-1][name] for name in names},
+        "best": best,
+        "target": recipe.eval.target,
+        "rounds": federation.round,
+        "rounds_to_target": rounds_to(recipe.eval.target, metrics),
+        "totals": {name: round_to(facts["start"][name] + sum(line[name] for line in metrics)) for name in TOTALS},
+        "rejected": sum(len(line["rejected"]) for line in metrics),
+        "trainable_parameters": dim,
+        "vectors_per_round": _vectors(job, federation, metrics),
+        "client_memory": memory,
+        "client_memory_bytes": frozen_bytes + federation.x.itemsize * (sum(memory.values()) - frozen),
+        "client_state_bytes": {
+            "a_client": 4 * stored_values(job.algorithm, info, dim),
+            "all": federation.clients.nbytes(),
+        },
+        "seed": recipe.run.seed,
+        "machine": {
+            "device": str(job.machine.device),
+            "threads": job.machine.threads,
+            "precision": job.machine.precision,
+            "cohort": job.cohort,
+            "processes": job.machine.processes,
+            "shares": facts["shares"],
+        },
+        "versions": versions(),
+    }
+
+
+def _vectors(job: Job, federation: Federation, metrics: list[dict[str, Any]]) -> dict[str, float]:
+    """V(t) as it was sent: bytes both ways over those of x, a sampled client; derived: without what a client can work
+    out from the last x (see costs.vectors_per_round)."""
+    sent = sum(line["bytes_up"] + line["bytes_down"] for line in metrics)
+    all_, derived = (vectors_per_round(job.algorithm, job.info, job.problem.dim, derive=way) for way in (False, True))
+    measured = sent / sum(len(line["clients"]) for line in metrics) / federation.x.nbytes
+    return {"sent": measured, "derived": measured - (all_ - derived)}
+
+
+def versions() -> dict[str, str]:
+    """Versions that a result depends on."""
+    names = ("torch", "transformers", "peft", "accelerate", "datasets", "evaluate", "safetensors")
+    return {"fedllm": __version__, "python": platform.python_version(), **{name: version(name) for name in names}}
