@@ -81,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     report = _command(commands, "report", _report, "tables and curves of run folders")
     report.add_argument("runs", nargs="+", type=Path, help="run folders")
     report.add_argument("--out", type=Path, help="folder for tables and figures")
+    report.add_argument(
+        "--target", action="append", default=[], metavar="METRIC=VALUE", help="count the rounds to it; may be repeated"
+    )
 
     partition = _command(commands, "partition", _partition, "write the partition file of a recipe", _RecipeHelp)
     _recipe_arguments(partition)
@@ -206,9 +209,9 @@ def _suite(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from fedllm.report import report
+    from fedllm.report import parse_target, report
 
-    report(arguments.runs, arguments.out)
+    report(arguments.runs, arguments.out, targets=[parse_target(text) for text in arguments.target])
     return 0
 
 

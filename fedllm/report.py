@@ -20,21 +20,26 @@ from fedllm.console import console
 from fedllm.errors import RunError, UserError
 from fedllm.groups import Group, group_runs
 from fedllm.plots import figures, metric_name, plot_run, save
-from fedllm.results import Run, load_run, read_runs
+from fedllm.results import Run, load_run, read_runs, rounds_to
 
-__all__ = ["FORMATS", "load_run", "plot_run", "read_runs", "report", "summarise"]
+__all__ = ["FORMATS", "load_run", "parse_target", "plot_run", "read_runs", "report", "summarise"]
 
+Target = dict[str, float]
 FORMATS = ("md", "csv", "tex", "png", "svg")
 _NONE = "-"
 _WORDS = ("task", "run", "score")  # the columns that hold words, not numbers
 
 
 def report(
-    folders: Sequence[str | Path], out: str | Path | None = None, formats: Sequence[str] = FORMATS
+    folders: Sequence[str | Path],
+    out: str | Path | None = None,
+    formats: Sequence[str] = FORMATS,
+    targets: Sequence[Target] = (),
 ) -> list[Path]:
     """Prints the summary table of run folders, writes it and the figures into `out`, and returns what was written.
 
     out: default `report/` beside the first run. formats: of md, csv, tex (summary.*) and png, svg (the figures).
+    targets: scores, each {metric: value}, to count the rounds to instead of each run's own target.
     Folders that cannot be read are named, with why, and left out. Raises UserError if none is left.
     """
     if unknown := [kind for kind in formats if kind not in FORMATS]:
@@ -48,7 +53,7 @@ def report(
     for problem in problems:
         console.print(f"left out: {problem}", style="yellow", markup=False, soft_wrap=True)
     groups = group_runs(runs)
-    summary = summarise(groups)
+    summary = summarise(groups, targets)
     console.print(summary.caption, style="bold", markup=False)
     for table in summary.tables(console.width):
         console.print("", table)
@@ -163,13 +168,28 @@ class Summary:
         )  # fmt: skip
 
 
-def summarise(groups: Sequence[Group]) -> Summary:
-    """The table of groups. Task, metric and target are in the caption if all groups share them, else in columns."""
+def parse_target(text: str) -> Target:
+    """{metric: value} of 'metric=value', as it is typed on the command line. UserError for anything else."""
+    name, _, value = text.partition("=")
+    try:
+        return {name.strip(): float(value)}
+    except ValueError:
+        raise UserError(f"--target: found '{text}', expected metric=value, for example accuracy=0.8") from None
+
+
+def summarise(groups: Sequence[Group], targets: Sequence[Target] = ()) -> Summary:
+    """The table of groups. Task, metric and target are in the caption if all groups share them, else in columns.
+
+    targets: see report.
+    """
+    rounds: dict[str, Callable[[Group], str]] = {
+        f"rounds to {_in_words(target)}": partial(_rounds_to, target=target) for target in targets
+    }
     columns: dict[str, Callable[[Group], str]] = {
         "task": lambda group: group.task,
         "run": lambda group: group.label,
         "score": _score,
-        "rounds to target": _rounds_to_target,
+        **(rounds or {"rounds to target": lambda group: _rounds_to(group, group.target)}),
         **{quantity.heading: partial(_spread, quantity) for quantity in _SCORES},
         "seeds": lambda group: str(len(group.runs)),
         **{quantity.heading: partial(_spread, quantity) for quantity in _COSTS},
@@ -179,19 +199,25 @@ def summarise(groups: Sequence[Group]) -> Summary:
     if any(len(group.runs) > 1 for group in groups):
         caption.append("mean ± standard deviation over seeds")
     rows = list(zip(*cells.values(), strict=True))
-    return Summary("; ".join(caption) or "runs by task", list(cells), rows, list(map(_numbers, groups)))
+    numbers = [_numbers(group, targets) for group in groups]
+    return Summary("; ".join(caption) or "runs by task", list(cells), rows, numbers)
 
 
-def _rounds_to_target(group: Group) -> str:
+def _in_words(target: Target) -> str:
+    return ", ".join(f"{metric_name(name)} {value:g}" for name, value in target.items())
+
+
+def _rounds_to(group: Group, target: Target) -> str:
     """The mean over seeds only if every seed reached the target; else the bound that the others put on it."""
-    if not group.target:
+    if not target:
         return _NONE
-    reached = [run.result["rounds_to_target"] for run in group.runs]
-    if None not in reached:
-        return _mean_and_deviation(reached, 1 if len(reached) > 1 else 0)
-    without = min(run.result["rounds"] for run in group.runs if run.result["rounds_to_target"] is None)
-    hits = len(reached) - reached.count(None)
-    return f">{without} ({hits} of {len(reached)} reached)" if len(reached) > 1 else f">{without}"
+    reached = [rounds_to(target, run.rounds) for run in group.runs]
+    found = [rounds for rounds in reached if rounds is not None]
+    if len(found) == len(reached):
+        return _mean_and_deviation(found, 1 if len(reached) > 1 else 0)
+    missed = zip(group.runs, reached, strict=True)
+    without = min(run.result["rounds"] for run, rounds in missed if rounds is None)
+    return f">{without} ({len(found)} of {len(reached)} reached)" if len(reached) > 1 else f">{without}"
 
 
 def _spread(quantity: Quantity, group: Group) -> str:
@@ -214,7 +240,7 @@ def _mean_and_deviation(values: Sequence[float], decimals: int | None) -> str:
     return f"{mean:,.{decimals}f}{deviation}"
 
 
-def _numbers(group: Group) -> dict[str, Any]:
+def _numbers(group: Group, targets: Sequence[Target]) -> dict[str, Any]:
     """The row of the CSV file."""
     reached = [run.result["rounds_to_target"] for run in group.runs]
     row: dict[str, Any] = {
@@ -224,6 +250,9 @@ def _numbers(group: Group) -> dict[str, Any]:
         "rounds": max(run.result["rounds"] for run in group.runs), "reached": len(reached) - reached.count(None),
     }  # fmt: skip
     row |= _moments("rounds_to_target", _all_or_none(reached))
+    for target in targets:
+        key = "_".join(f"{name}_{value:g}" for name, value in target.items())
+        row |= _moments(f"rounds_to_{key}", _all_or_none(rounds_to(target, run.rounds) for run in group.runs))
     for quantity in (*_SCORES, *_COSTS):
         row |= _moments(quantity.key, _all_or_none(map(quantity.value, group.runs)))
     return row

@@ -17,6 +17,7 @@ from PIL import Image
 from rich.console import Console
 
 from fedllm import plots
+from fedllm.cli import main
 from fedllm.console import console
 from fedllm.errors import UserError
 from fedllm.groups import group_runs
@@ -244,6 +245,23 @@ def test_means_and_sample_deviations_over_seeds(tmp_path):
 def test_rounds_to_target_are_a_mean_only_if_every_seed_got_there(tmp_path, seeds, expected):
     folders = [make_run(tmp_path / str(seed), scores=scores, seed=seed) for seed, scores in enumerate(seeds)]
     assert column(groups_of(*folders), "rounds to target") == [expected]
+
+
+def test_rounds_to_targets_asked_for(tmp_path, capsys):
+    """Counted from the curves, whatever target the runs had."""
+    runs = [
+        make_run(tmp_path / name, seed=seed, scores=s) for name, seed, s in (("a", 0, (0.5, 0.9)), ("b", 1, (0.7, 0.7)))
+    ]
+    command = ["report", *map(str, runs), "--out", str(tmp_path / "out"), "--target", "accuracy=0.7", "--target"]
+    assert main([*command, "accuracy=0.8"]) == 0
+    lines = (tmp_path / "out" / "summary.md").read_text().splitlines()
+    assert lines[2].startswith("| run | rounds to accuracy 0.7 | rounds to accuracy 0.8 | best |")
+    assert lines[4].startswith("| fadamgc | 1.5 ± 0.7 | >2 (1 of 2 reached) |")
+    (row,) = csv.DictReader((tmp_path / "out" / "summary.csv").open())
+    assert (row["rounds_to_accuracy_0.7_mean"], row["rounds_to_accuracy_0.8_mean"]) == ("1.5", "")
+    capsys.readouterr()
+    assert main([*command, "0.8"]) == 2
+    assert "--target: found '0.8', expected metric=value" in capsys.readouterr().err
 
 
 def test_without_a_target_there_are_no_rounds_to_it(tmp_path):
