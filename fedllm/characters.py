@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from fedllm.blocks import partition
+from fedllm.blocks import BlockPartition, partition
 from fedllm.parts import split_fused
 from fedllm.problem import Problem
 from fedllm.random import derive, torch_rng
@@ -22,7 +23,7 @@ CONTEXT = 8  # characters the MLP sees
 
 
 def encode(texts: Sequence[str]) -> Tensor:
-    """Texts as one stream of character ids, int64: letters without case, and one space for each run of anything else."""
+    """Texts as one stream of character ids, int64: lower-case letters, and one space for each run of all else."""
     kept = "".join(c if c in ALPHABET else " " for c in " ".join(texts).lower())
     return torch.tensor([ALPHABET.index(c) for c in f" {' '.join(kept.split())}"])
 
@@ -30,7 +31,7 @@ def encode(texts: Sequence[str]) -> Tensor:
 class Transformer(nn.Module):
     """GPT-2 with one layer of 4 heads, width 16, an MLP of 32, and an output layer of its own."""
 
-    weights = {
+    weights: ClassVar[dict[str, str]] = {
         "embedding": "gpt2.transformer.wte.weight",
         "query": "gpt2.transformer.h.0.attn.c_attn.query.weight",
         "key": "gpt2.transformer.h.0.attn.c_attn.key.weight",
@@ -46,9 +47,9 @@ class Transformer(nn.Module):
         config = GPT2Config(
             vocab_size=len(ALPHABET), n_positions=WINDOW, n_embd=16, n_layer=1, n_head=4, n_inner=32,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False, use_cache=False,
-            bos_token_id=0, eos_token_id=0, initializer_range=0.1, attn_implementation="eager",
+            bos_token_id=0, eos_token_id=0, initializer_range=0.1,
         )  # fmt: skip
-        self.gpt2 = GPT2LMHeadModel(config)
+        self.gpt2 = GPT2LMHeadModel._from_config(config, attn_implementation="eager")  # others lack a second derivative
         split_fused(self.gpt2, "gpt2")
         self.requires_grad_(True)
 
@@ -61,7 +62,11 @@ class Transformer(nn.Module):
 class MLP(nn.Module):
     """The next character from the last 8: embeddings of 8, one hidden layer of 16 neurons."""
 
-    weights = {"embedding": "embedding.weight", "hidden": "hidden.weight", "output": "output.weight"}
+    weights: ClassVar[dict[str, str]] = {
+        "embedding": "embedding.weight",
+        "hidden": "hidden.weight",
+        "output": "output.weight",
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,9 +87,11 @@ MODELS: dict[str, type[Transformer | MLP]] = {"transformer": Transformer, "mlp":
 class CharacterProblem(Problem):
     """Each client predicts the next character of its own texts; the loss is the mean cross entropy, in float64.
 
-    streams: the character ids of each client. A batch is `batch_size` windows of a client's stream, which goes round,
-    drawn from (seed, round, client, step). blocks: the model's partition by role.
+    blocks: the model's partition by role. streams: the character ids of each client. A batch is `batch_size` windows of a client's stream, which goes round,
+    drawn from (seed, round, client, step).
     """
+
+    blocks: BlockPartition
 
     def __init__(self, kind: str, streams: Sequence[Tensor], *, seed: int = 0, batch_size: int = 16) -> None:
         with torch.random.fork_rng(devices=[]):
