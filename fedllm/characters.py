@@ -49,7 +49,8 @@ class Transformer(nn.Module):
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False, use_cache=False,
             bos_token_id=0, eos_token_id=0, initializer_range=0.1,
         )  # fmt: skip
-        self.gpt2 = GPT2LMHeadModel._from_config(config, attn_implementation="eager")  # others lack a second derivative
+        config._attn_implementation = "eager"  # the fused ones have no second derivative
+        self.gpt2 = GPT2LMHeadModel(config)
         split_fused(self.gpt2, "gpt2")
         self.requires_grad_(True)
 
@@ -87,8 +88,8 @@ MODELS: dict[str, type[Transformer | MLP]] = {"transformer": Transformer, "mlp":
 class CharacterProblem(Problem):
     """Each client predicts the next character of its own texts; the loss is the mean cross entropy, in float64.
 
-    blocks: the model's partition by role. streams: the character ids of each client. A batch is `batch_size` windows of a client's stream, which goes round,
-    drawn from (seed, round, client, step).
+    blocks: the model's partition by role. streams: the character ids of each client. A batch is `batch_size` windows of
+    a client's stream, which goes round, drawn from (seed, round, client, step).
     """
 
     blocks: BlockPartition

@@ -10,6 +10,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -149,10 +150,14 @@ def study(kind: str, streams: Sequence[Tensor], alg: Algorithm, *, rounds: int, 
         for role, name in problem.model.weights.items():
             progress(f"{kind}: Hessians", len(maps), len(problem.model.weights) * len(wanted))
             w, owner = parameters[name], block_of(problem.blocks, name)
-            H = hessian(lambda w, name=name, given=parameters: problem.loss({**given, name: w}, windows), w)
+            H = hessian(partial(_loss_of, problem, windows, parameters, name), w)
             order = owner.argsort(stable=True)
             maps.append(Map(role, name, done, owner[order], H[order][:, order], structure(H, owner)))
     return Study(kind, type(alg).__name__, wanted, losses, maps)
+
+
+def _loss_of(problem: CharacterProblem, windows: Tensor, parameters: dict[str, Tensor], name: str, w: Tensor) -> Tensor:
+    return problem.loss({**parameters, name: w}, windows)
 
 
 def _train(
@@ -223,10 +228,10 @@ def table(found: Study) -> Table:
         shown.add_column(heading, justify="left" if heading == "weight" else "right", no_wrap=True)
     for role in MODELS[found.model].weights:
         maps = [m for m in found.maps if m.role == role]
-        cells = [f"{s.inside:.2f} / {s.random:.2f} = {s.ratio:.1f}{_verdict(s)}" for s in (m.structure for m in maps)]
+        cells = [f"{s.inside:.2f}/{s.random:.2f} = {s.ratio:.1f}{_verdict(s)}" for s in (m.structure for m in maps)]
         shown.add_row(role, f"{maps[0].blocks} in {len(maps[0].owner):,}", *cells)
     return shown
 
 
 def _verdict(found: Structure) -> str:
-    return " " if found.ratio > 1 else "!"
+    return "" if found.ratio > 1 else "!"

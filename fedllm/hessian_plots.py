@@ -35,7 +35,7 @@ def draw(study: Study) -> Figure:
     roles = list(MODELS[study.model].weights)
     rows, columns = len(study.rounds), len(roles)
     with mpl.rc_context(_LOOK):
-        figure = Figure(figsize=(1.3 * columns + 1.1, 1.72 * rows + 0.75), layout="constrained")
+        figure = Figure(figsize=(1.3 * columns + 1.1, 1.58 * rows + 0.75), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False)
         for m in study.maps:
             axes = panels[study.rounds.index(m.round), roles.index(m.role)]
@@ -45,7 +45,7 @@ def draw(study: Study) -> Figure:
             if m.role == roles[0]:
                 axes.set_ylabel(f"round {m.round}\nloss {study.loss[m.round]:.2f}")
         bar = figure.colorbar(ScalarMappable(_SCALE, _COLOURS), ax=panels, shrink=0.6, aspect=26, pad=0.01, format="%g")
-        bar.set_label("|H|, largest = 1", fontsize=8)
+        bar.set_label("|H| / its 99.5th percentile", fontsize=8)
         bar.ax.tick_params(which="both", length=0, labelsize=7.5)
         figure.supxlabel(
             "share of the Hessian inside the blocks / inside\nrandom blocks of the same sizes = their ratio",
