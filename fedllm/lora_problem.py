@@ -88,21 +88,29 @@ class LoraProblem(Problem):
         return _grad(X)
 
     @torch.no_grad()
-    def logits(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """Logits [n, labels] (float32, CPU) of all samples at x [d], in large length-sorted batches."""
-        order = np.argsort(tokens.lengths.numpy(), kind="stable")[::-1].copy()
+    def logits(self, x: Tensor, tokens: Tokens, part: int = 0, parts: int = 1) -> Tensor:
+        """Logits [n, labels] (float32, CPU) of all samples at x [d], in large length-sorted batches.
+
+        Of these batches only every `parts`-th from number `part` on is computed; the rows of the others are zeros.
+        """
+        batches = self._eval_batches(tokens)
         found: Tensor | None = None
-        begin = 0
-        while begin < len(order):
-            rows = max(1, EVAL_TOKENS[self.device.type] // int(tokens.lengths[order[begin]]))
-            index = torch.from_numpy(order[begin : begin + rows])
+        for index in batches[part::parts] or batches[:1]:
             with self._precision():
                 logits = self._model(x[None], self._inputs(tokens, index)).cpu()
-            found = logits.new_empty(len(order), logits.shape[1]) if found is None else found
+            found = logits.new_zeros(len(tokens.lengths), logits.shape[1]) if found is None else found
             found[index] = logits
-            begin += rows
         assert found is not None, "evaluation needs at least one sample"
-        return found
+        return found if part < len(batches) else torch.zeros_like(found)
+
+    def _eval_batches(self, tokens: Tokens) -> list[Tensor]:
+        order = np.argsort(tokens.lengths.numpy(), kind="stable")[::-1].copy()
+        batches, begin = [], 0
+        while begin < len(order):
+            rows = max(1, EVAL_TOKENS[self.device.type] // int(tokens.lengths[order[begin]]))
+            batches.append(torch.from_numpy(order[begin : begin + rows]))
+            begin += rows
+        return batches
 
     def release(self) -> None:
         """Gives the model back, with its own forward."""

@@ -143,14 +143,34 @@ def _from_hub(name: str, local_hub: str | None, load: Callable[..., Backbone]) -
     Without a network from_pretrained would go on trying for minutes. So the cache is read as a folder, and the hub is
     first asked once, for the name alone.
     """
-    with contextlib.suppress(OSError, HFValidationError):  # only a part of it is there; a name that can be on no hub
-        if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
-            return load("hub", str(Path(cached).parent), local_files_only=True)
+    if (cached := _cached(name)) is not None:
+        with contextlib.suppress(OSError):  # only a part of it is there
+            return load("hub", cached, local_files_only=True)
+    _ask_hub(name, local_hub)
+    return load("hub", name)
+
+
+def check_available(name: str, local_hub: str | None = None) -> None:
+    """Raises UserError, saying why, unless a model is on this machine with its weights, or the hub answers for it."""
+    if (place := hub.find_local("models", name, local_hub)) is not None:
+        _model_in(place, Model(name=name))
+    elif _cached(name) is None:
+        _ask_hub(name, local_hub)
+
+
+def _cached(name: str) -> str | None:
+    """The folder of a model in the Hugging Face cache."""
+    with contextlib.suppress(HFValidationError):  # a name that can be on no hub
+        if isinstance(config := try_to_load_from_cache(name, "config.json"), str):
+            return str(Path(config).parent)
+    return None
+
+
+def _ask_hub(name: str, local_hub: str | None) -> None:
     try:
         HfApi().model_info(name, timeout=10)
     except Exception as cause:  # a name that is none, no such model, no access, no network: each library's own kind
         raise hub.not_found("models", name, local_hub, cause) from cause
-    return load("hub", name)
 
 
 def _model_in(place: Path, model: Model) -> Path:

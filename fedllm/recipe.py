@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 
 from fedllm.algorithms import Algorithm, algorithm_class, load_algorithm
 from fedllm.errors import UserError
+from fedllm.layers import read_layers
 from fedllm.settings import build, describe, keys, nearest, setting
 
 
@@ -118,15 +118,19 @@ class Run:
     precision: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "autocast dtype; auto = bfloat16 where it is fast"
     )
-    threads: int | None = setting(None, "CPU threads; null = every core this process may use")
+    threads: int | None = setting(None, "CPU threads of a process; null = its part of the cores it may use")
     cohort: int | Literal["auto"] = setting("auto", "clients trained together")
+    shares: int | Literal["auto"] = setting(
+        "auto", "parts that a round's clients are dealt into by work; auto = one for each process"
+    )
     slices: int | Literal["auto"] = setting("auto", "length-sorted slices a batch is cut into")
+    timeout: float = setting(3600.0, "seconds that one process waits for another before the run stops")
     checkpoint_every: int = setting(10, "rounds between checkpoints")
     resume: Literal["auto", "never"] = setting("auto", "auto = go on from the run folder's last good checkpoint")
     local_hub: str | None = setting(None, "folder with models/ and datasets/; null = FEDLLM_LOCAL_HUB")
 
     def __post_init__(self) -> None:
-        _positive(self, "threads", "cohort", "slices", "checkpoint_every")
+        _positive(self, "threads", "cohort", "shares", "slices", "timeout", "checkpoint_every")
 
 
 @dataclass(frozen=True)
@@ -174,90 +178,61 @@ SECTION_TYPES: dict[str, type] = {
     "local": Local, "eval": Eval, "run": Run, "costs": Costs,
 }  # fmt: skip
 # Settings that change no number beyond its rounding: a run may be resumed, and runs may be compared, under others.
-FREE_KEYS = frozenset(("run", key) for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads"))
+FREE_KEYS = frozenset(
+    ("run", key) for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads", "shares", "timeout")
+)
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a YAML file, with overrides "section.key=value" or "section={...}" on top.
 
-    A file may say `extends: other.yaml` (beside it) and give only what differs.
+    A file may say `extends: other.yaml` (beside it) and give only what differs. It may list `algorithms:`, the settings
+    that each algorithm has in it; then `algorithm: fedavg` is enough to choose one, and is added to the recipe's name.
     Raises UserError naming file, key, what was found and what was expected, before any model is loaded.
     """
     path = Path(path)
-    values = _read(path, ())
-    for override in overrides:
-        _apply(values, override)
-    where = str(path)
+    return make_recipe(read_layers(path, overrides), path.stem, str(path))
+
+
+def make_recipe(values: Mapping[str, Any], name: str, where: str) -> Recipe:
+    """A recipe from plain data, such as Recipe.sections gives. where: how errors name its place."""
     for section in values:
-        if section not in _SECTIONS:
-            known = nearest(str(section), _SECTIONS)
+        if section not in (*_SECTIONS, "algorithms"):
+            known = nearest(str(section), [*_SECTIONS, "algorithms"])
             raise UserError(f"{where}: unknown section '{section}'{known}; known sections: {', '.join(_SECTIONS)}")
         if not isinstance(values[section], Mapping):
             raise UserError(f"{where}: {section}: found {values[section]!r}, expected keys and values")
-    algorithm = _algorithm(values.get("algorithm", {}), where)
+    table = values.get("algorithms", {})
+    algorithm = _algorithm(values.get("algorithm", {}), table, where)
     sections: dict[str, Any] = {
-        name: build(cls, values.get(name, {}), f"{where}: {name}") for name, cls in SECTION_TYPES.items()
+        section: build(cls, values.get(section, {}), f"{where}: {section}") for section, cls in SECTION_TYPES.items()
     }
     if sections["data"].name is None and sections["data"].train is None:
         raise UserError(
             f"{where}: data.name: missing; expected a data set's name, or data.train with data.text, data.label"
         )
-    return Recipe(name=path.stem, algorithm=algorithm, **sections)
+    chosen = "_" + algorithm["name"].rpartition(":")[2]
+    if table and not name.endswith(chosen):
+        name += chosen
+    return Recipe(name=name, algorithm=algorithm, **sections)
 
 
-def _algorithm(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _algorithm(values: Mapping[str, Any], table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The `algorithm:` section over the settings that the table `algorithms:` has for it, over its own defaults."""
     if "name" not in values:
         raise UserError(f"{where}: algorithm.name: missing; expected an algorithm, for example fadamgc")
+    for name, settings in table.items():
+        if not isinstance(settings, Mapping) or "name" in settings:
+            raise UserError(f"{where}: algorithms.{name}: found {settings!r}, expected settings such as {{lr: 0.1}}")
+        load_algorithm(str(name), where=f"{where}: algorithms.{name}", **settings)
     name = str(values["name"])
-    settings = {key: value for key, value in values.items() if key != "name"}
-    algorithm = load_algorithm(name, where=f"{where}: algorithm", **settings)
-    filled = {key: getattr(algorithm, field) for key, field in keys(algorithm_class(name)).items()}
+    given = {key: value for key, value in values.items() if key != "name"}
+    cls = type(load_algorithm(name, where=f"{where}: algorithm"))
+    listed = (settings for entry, settings in table.items() if algorithm_class(str(entry)) is cls)
+    algorithm = load_algorithm(name, where=f"{where}: algorithm", **{**next(listed, {}), **given})
+    filled = {key: getattr(algorithm, field) for key, field in keys(cls).items()}
     return {"name": name, **_plain(filled)}
-
-
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.yaml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise UserError(f"{path}: no such recipe file{hint}")
-    if path.resolve() in seen:
-        raise UserError(f"{path}: extends itself through {' -> '.join(str(file) for file in seen)}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not readable as YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: found {type(values).__name__}, expected sections such as model: and algorithm:")
-    parent = values.pop("extends", None)
-    if parent is None:
-        return values
-    return _merge(_read(path.parent / str(parent), (*seen, path.resolve())), values)
-
-
-def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`top` over `base`, section by section and key by key."""
-    merged = dict(base)
-    for section, values in top.items():
-        both = isinstance(values, Mapping) and isinstance(merged.get(section), Mapping)
-        merged[section] = {**merged[section], **values} if both else values
-    return merged
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    section, dot, name = key.strip().partition(".")
-    if not (equals and section and bool(dot) == bool(name)):
-        raise UserError(f"override '{override}': expected section.key=value, for example algorithm.lr=3e-4")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"override '{override}': the value is not readable as YAML: {error}") from error
-    if not dot:
-        values[section] = value
-        return
-    current = values.get(section)
-    values[section] = {**(current if isinstance(current, Mapping) else {}), name: value}
 
 
 def _plain(value: Any) -> Any:
@@ -288,4 +263,5 @@ def help_text() -> str:
             lines.append(f"  {section}.{field.name:<18} {field.metadata['help']}  [{kind}; default {default}]")
         lines.append("")
     lines.append("algorithm: name, lr, server_lr, ...: see `fedllm algorithms` and `fedllm algorithms NAME`")
+    lines.append("algorithms: the settings of each algorithm in this recipe; algorithm=NAME chooses one")
     return "\n".join(lines)

@@ -26,7 +26,8 @@ _RECIPE_KEYS = (
 _RESULT_KEYS = ("primary", "final", "best", "target", "rounds", "rounds_to_target", "totals")
 _COSTS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
 _LINE_KEYS = ("round", *_COSTS)
-_NOT_SCORES = {*_LINE_KEYS, "train_loss", "clients", "rejected", "eval_loss", "eval_seconds"}
+_DRIFT = ("update_norm", "mean_update_norm", "update_cosine", "v_spread")
+_NOT_SCORES = {*_LINE_KEYS, *_DRIFT, "train_loss", "clients", "rejected", "eval_loss", "eval_seconds"}
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,9 @@ def _compared(recipe: Sections) -> dict[tuple[str, str], Any]:
 
 
 def _recipe_key(recipe: Sections) -> str:
-    return "\n".join(sorted(f"{section}.{key}={_text(value)}" for (section, key), value in _compared(recipe).items()))
+    return "\n".join(
+        sorted(f"{section}.{key}={setting_text(value)}" for (section, key), value in _compared(recipe).items())
+    )
 
 
 def _names(recipes: list[Sections]) -> list[str]:
@@ -296,19 +299,19 @@ def _names(recipes: list[Sections]) -> list[str]:
         for where in sorted(places, key=lambda where: where[0] != "algorithm"):
             section, key = where
             others = kin if section == "algorithm" else compared
-            if len({_text(other.get(where)) for other in others}) > 1:
+            if len({setting_text(other.get(where)) for other in others}) > 1:
                 prefix = "" if section == "algorithm" else f"{section}."
-                differing.append(f"{prefix}{key}={_text(mine.get(where))}")
+                differing.append(f"{prefix}{key}={setting_text(mine.get(where))}")
         names.append(" ".join([algorithm, ", ".join(differing)]).strip())
     return names
 
 
-def _text(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """A setting as it is written in a recipe, 1.0e-3 and 0.001 alike."""
     if isinstance(value, float):
         return f"{value:.15g}"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_text(value[key])}" for key in sorted(value)) + "}"
+        return "{" + ", ".join(f"{key}: {setting_text(value[key])}" for key in sorted(value)) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(map(setting_text, value)) + "]"
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -5,20 +5,20 @@ It knows neither the insides of a model nor the equations of an algorithm.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, State, clip, length
+from fedllm.algorithms.base import Algorithm, RoundInfo, State
 from fedllm.blocks import BlockPartition
 from fedllm.clients import ClientStore
+from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.problem import Problem
 from fedllm.random import numpy_rng
-from fedllm.uploads import faults
+from fedllm.training import Share, chunks, deal, train_share
 
 
 @dataclass
@@ -34,11 +34,15 @@ class Federation:
 @dataclass(frozen=True)
 class Plan:
     """How a round's work is done. cohort: clients trained together, None = all. min_clients: accepted uploads without
-    which the run stops. progress(done, total): called after each local step, counted in client-steps."""
+    which the run stops. progress(done, total): called after each local step, counted in this process's client-steps.
+    shares: the clients are dealt by work into this many shares, summed one after the other. crew: the processes that
+    train them; how many they are changes nothing."""
 
     cohort: int | None = None
     min_clients: int = 1
     progress: Callable[[int, int], None] = lambda done, total: None
+    shares: int = 1
+    crew: Crew = field(default_factory=Crew)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class RoundReport:
     """What happened in a round. train_loss: mean over the accepted clients of their steps' mean loss, or None.
     rejected: client -> why. bytes_up, bytes_down: of the tensors sent, rejected ones included. client_bytes: both ways,
     by the client that sent the most. compute_seconds: the slowest client's share, by its steps, of its cohort's time.
+    drift: how far the accepted clients part, see Drift.measures.
     """
 
     clients: list[int]
@@ -56,6 +61,7 @@ class RoundReport:
     bytes_down: int
     client_bytes: int
     compute_seconds: float
+    drift: dict[str, float | None]
 
 
 def sample(seed: int, round: int, num_clients: int, sampled: int, tracked: int) -> tuple[list[int], list[int]]:
@@ -95,20 +101,44 @@ def blank(alg: Algorithm, problem: Problem, info: RoundInfo, x0: Tensor | None =
 
 
 def start(
-    alg: Algorithm, problem: Problem, info: RoundInfo, *, x0: Tensor | None = None, cohort: int | None = None
+    alg: Algorithm,
+    problem: Problem,
+    info: RoundInfo,
+    *,
+    x0: Tensor | None = None,
+    cohort: int | None = None,
+    shares: int = 1,
+    crew: Crew | None = None,
 ) -> Federation:
     """The state before the first round, after the pass over the data where the algorithm asks for full gradients."""
     federation = blank(alg, problem, info, x0)
     if not alg.needs_full_gradient():
         return federation
-    x = federation.x
+    everyone = range(problem.num_clients)
+    dealt = deal(dict(zip(everyone, problem.sizes(everyone).tolist(), strict=True)), shares)
+    total = torch.zeros_like(federation.x, dtype=torch.float64)
+    parts = (crew or Crew()).gradients(
+        federation.x, dealt, cohort, lambda clients: full_gradients(alg, problem, federation.x, info, clients, cohort)
+    )
+    for clients, (part, state) in zip(dealt, parts, strict=True):
+        total += part.to(total.device)
+        federation.clients.put(clients, state)
+    federation.server = alg.init_server(federation.x, info, (total / problem.num_clients).to(federation.x.dtype))
+    return federation
+
+
+def full_gradients(
+    alg: Algorithm, problem: Problem, x: Tensor, info: RoundInfo, clients: Sequence[int], cohort: int | None
+) -> tuple[Tensor, State]:
+    """The sum [d] (float64) of these clients' full gradients at x [d]; the rows {name: [C, ...]} they start from."""
     total = torch.zeros_like(x, dtype=torch.float64)
-    for chunk in _chunks(range(problem.num_clients), cohort):
+    states: list[State] = []
+    for chunk in chunks(clients, cohort):
         gradients = problem.full_gradient(x, chunk)
         total += gradients.sum(0, dtype=torch.float64)
-        federation.clients.put(chunk, alg.init_clients(x.expand(len(chunk), -1), info, gradients))
-    federation.server = alg.init_server(x, info, (total / problem.num_clients).to(x.dtype))
-    return federation
+        rows = alg.init_clients(x.expand(len(chunk), -1), info, gradients)
+        states.append({name: value.cpu() for name, value in rows.items()})
+    return total, {name: torch.cat([rows[name] for rows in states]) for name in states[0]}
 
 
 def run_round(
@@ -128,47 +158,36 @@ def run_round(
     plan = plan or Plan()
     info = replace(info, index=federation.round)
     steps = local_steps(problem, clients, info)
-    order = sorted(clients, key=lambda client: (-steps[client], client))
-    reduction = Reduction(alg, federation.x, info)
-    rejected: dict[int, str] = {}
-    kept: list[tuple[list[int], State]] = []
-    losses: list[Tensor] = []
+    shares = deal(steps, plan.shares)
+    progress = _progress(plan, [{client: steps[client] for client in share} for share in shares])
+
+    def train(share: list[int]) -> Share:
+        mine = {client: steps[client] for client in share}
+        return train_share(alg, problem, federation, info, mine, set(tracked), plan.cohort, progress)
+
+    found = Share.empty(alg, federation.x, info)
+    for part in plan.crew.train(alg, federation, info, shares, tracked, plan.cohort, train):
+        found.join(part)
     down = federation.x.nbytes + sum(federation.server[name].nbytes for name in alg.downloads())
-    slowest, done, bytes_up, most = 0.0, 0, 0, 0
-    for cohort in _chunks(order, plan.cohort):
-        began, counts = time.perf_counter(), [steps[client] for client in cohort]
-        report = _progress(plan, done, sum(steps.values()))
-        rows, upload, state, loss = _train(alg, problem, federation, info, cohort, counts, set(tracked), report)
-        sent = [_upload_bytes(alg, upload, client in tracked) for client in cohort]
-        bytes_up, most = bytes_up + sum(sent), max(most, *sent)
-        bad = faults(state, reduction.kept_lengths, federation.x.dtype, len(cohort))
-        bad |= faults(upload, reduction.lengths, federation.x.dtype, len(cohort))
-        rejected |= {cohort[row]: why for row, why in bad.items()}
-        good = [row for row in range(len(cohort)) if row not in bad]
-        accepted = [cohort[row] for row in good]
-        if good:
-            reduction.add(upload, rows, good, _weights(alg, problem, accepted, federation.x))
-            kept.append((accepted, {name: value[good] for name, value in state.items()}))
-            losses += [] if loss is None else [loss[good]]
-        done += sum(counts)
-        slowest = max(slowest, (time.perf_counter() - began) * max(counts) / sum(counts))
-    _require_enough(reduction.clients, plan.min_clients, rejected, info.index)
+    reduction = found.reduction
+    _require_enough(reduction.clients, plan.min_clients, found.rejected, info.index)
     x, server = alg.aggregate(federation.x, federation.server, reduction.result(), info)
     if not all(bool(torch.isfinite(value).all()) for value in (x, *server.values())):
         raise RunError(f"round {info.index + 1}: the aggregated model is not finite; lower algorithm.lr or server_lr")
-    for accepted, state in kept:
+    for accepted, state in found.kept:
         federation.clients.put(accepted, state)
     federation.x, federation.server, federation.round = x, server, info.index + 1
-    train_loss = float(torch.cat(losses).double().mean()) if losses else None
+    train_loss = float(torch.tensor(found.losses, dtype=torch.float64).mean()) if found.losses else None
     return RoundReport(
         clients=list(clients),
         tracked=list(tracked),
         train_loss=train_loss,
-        rejected=rejected,
-        bytes_up=bytes_up,
+        rejected=found.rejected,
+        bytes_up=found.bytes_up,
         bytes_down=down * len(clients),
-        client_bytes=down + most,
-        compute_seconds=slowest,
+        client_bytes=down + found.most_up,
+        compute_seconds=found.slowest,
+        drift=found.drift.measures(),
     )
 
 
@@ -184,96 +203,6 @@ def local_steps(problem: Problem, clients: Sequence[int], info: RoundInfo) -> di
     return steps
 
 
-def _train(
-    alg: Algorithm,
-    problem: Problem,
-    federation: Federation,
-    info: RoundInfo,
-    clients: list[int],
-    counts: list[int],
-    tracked: set[int],
-    progress: Callable[[int], None],
-) -> tuple[Rows, State, State, Tensor | None]:
-    """The local steps of a cohort, its clients in order of falling step counts, so that those still at work are always
-    the first rows."""
-    x = federation.x.expand(len(clients), -1)
-    steps = torch.tensor(counts)
-    kept = federation.clients.get(clients, x.device)
-    rates = alg.rates(steps, info).to(x)
-    rows = Rows(
-        steps=steps[:, None].to(x),
-        rate_sum=rates.sum(dim=1, keepdim=True),
-        tracked=torch.tensor([[client in tracked] for client in clients], device=x.device),
-    )
-    local = alg.begin(x, federation.server, kept, info)
-    losses: Tensor | None = None
-    for k in range(counts[0]):
-        active = sum(count > k for count in counts)
-        view = {name: value[:active] for name, value in local.items()}
-        before = dict(view)
-        loss, g = problem.loss_and_gradient(view["x"], clients[:active], info.index, k)
-        alg.step(view, clip(g, alg.clip_norm), k + 1, rates[:active, k : k + 1], info)
-        _require_in_place(alg, before, view)
-        if loss is not None:
-            losses = torch.zeros(len(clients), device=x.device) if losses is None else losses
-            losses[:active] += loss.detach()
-        progress(active)
-    upload, state = alg.end(local, x, federation.server, kept, rows, info)
-    return rows, upload, state, None if losses is None else losses / rows.steps[:, 0]
-
-
-class Reduction:
-    """The running sums of a round's accepted uploads, in float64, so that how the work was cut leaves no trace."""
-
-    def __init__(self, alg: Algorithm, x: Tensor, info: RoundInfo) -> None:
-        self._tracked_names = list(alg.tracked_uploads())
-        self.kept_lengths = {name: length(of, x, info) for name, of in alg.client_vectors().items()}
-        self.lengths = {name: length(of, x, info) for name, of in {**alg.uploads(), **alg.tracked_uploads()}.items()}
-        self._sums = {name: x.new_zeros(length, dtype=torch.float64) for name, length in self.lengths.items()}
-        self._weight = self._rate_sum = 0.0
-        self._dtype = x.dtype
-        self.clients = self.tracked = 0
-
-    def add(self, upload: State, rows: Rows, good: list[int], weights: Tensor) -> None:
-        """Adds the good rows of a cohort's upload; weights [len(good)] are for the means only."""
-        tracked = rows.tracked[good].double()
-        for name, total in self._sums.items():
-            factor = tracked if name in self._tracked_names else weights[:, None]
-            total += (upload[name][good].double() * factor).sum(dim=0)
-        self._weight += float(weights.sum())
-        self._rate_sum += float((weights * rows.rate_sum[good, 0].double()).sum())
-        self.clients += len(good)
-        self.tracked += int(tracked.sum())
-
-    def result(self) -> Reduced:
-        """The means and totals, in x's dtype."""
-        mean = {n: (s / self._weight).to(self._dtype) for n, s in self._sums.items() if n not in self._tracked_names}
-        total = {name: self._sums[name].to(self._dtype) for name in self._tracked_names}
-        return Reduced(mean, total, self._rate_sum / self._weight, self.clients, self.tracked)
-
-
-def _upload_bytes(alg: Algorithm, upload: State, tracked: bool) -> int:
-    """Bytes that one client of a cohort sends: its row of each tensor, the tracked ones only if it is tracked."""
-    left_out = () if tracked else alg.tracked_uploads()
-    return sum(value.nbytes // len(value) for name, value in upload.items() if name not in left_out)
-
-
-def _require_in_place(alg: Algorithm, before: State, after: State) -> None:
-    """A step that rebinds local[name] would be lost without a word, since it is given views of the rows at work."""
-    for name in before.keys() | after.keys():
-        if after.get(name) is not before.get(name):
-            raise UserError(
-                f"{type(alg).__name__}.step: replaced local['{name}'], expected it changed in place; write "
-                f"local['{name}'] -= ... or local['{name}'].copy_(...), and make every entry in begin"
-            )
-
-
-def _weights(alg: Algorithm, problem: Problem, clients: list[int], x: Tensor) -> Tensor:
-    if alg.weights == "uniform":
-        return torch.ones(len(clients), dtype=torch.float64, device=x.device)
-    return problem.sizes(clients).to(device=x.device, dtype=torch.float64)
-
-
 def _require_enough(accepted: int, least: int, rejected: dict[int, str], index: int) -> None:
     if accepted >= max(1, least):
         return
@@ -284,16 +213,14 @@ def _require_enough(accepted: int, least: int, rejected: dict[int, str], index: 
     )
 
 
-def _chunks(items: Sequence[int], size: int | None) -> Iterator[list[int]]:
-    size = size or max(1, len(items))
-    for begin in range(0, len(items), size):
-        yield list(items[begin : begin + size])
+def _progress(plan: Plan, shares: Sequence[dict[int, int]]) -> Callable[[int], None]:
+    """Counts the client-steps of this process; at each of them, the crew may tell that another one has failed."""
+    done, total = 0, sum(sum(steps.values()) for steps in plan.crew.own(shares))
 
-
-def _progress(plan: Plan, done: int, total: int) -> Callable[[int], None]:
     def report(steps: int) -> None:
         nonlocal done
         done += steps
+        plan.crew.check()
         plan.progress(done, total)
 
     return report

@@ -16,9 +16,10 @@ import torch
 import yaml
 
 from fedllm import __version__
-from fedllm.assemble import Job, assemble, plan_table, run_folder, with_dir
+from fedllm.assemble import Job, Shelf, assemble, plan_table, run_folder, with_dir
 from fedllm.console import RoundProgress, console, say, stage, warn
 from fedllm.costs import client_memory, simulated_seconds, stored_values
+from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.export import save_adapter
 from fedllm.metrics import evaluate_logits, metric_for
@@ -49,14 +50,17 @@ def run_recipe(path: str | Path, overrides: Sequence[str] = (), run_dir: str | P
     return run(with_dir(load_recipe(path, overrides), run_dir))
 
 
-def dry_run(recipe: Recipe) -> None:
+def dry_run(recipe: Recipe, crew: Crew | None = None) -> None:
     """Builds everything up to the first step and prints the plan."""
+    crew = crew or Crew()
     _check_folder(run_folder(recipe), recipe)
-    console.print(plan_table(assemble(recipe)))
+    console.print(plan_table(crew.assemble(recipe, lambda: assemble(recipe, processes=crew.size))))
 
 
-def run(recipe: Recipe) -> RunResult:
-    """Runs a recipe; see run_recipe."""
+def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None) -> RunResult:
+    """Runs a recipe; see run_recipe. shelf: what it may share with the recipes run before and after it. crew: the
+    processes that do it, default this one alone."""
+    crew = crew or Crew()
     folder = run_folder(recipe)
     _check_folder(folder, recipe)
     if (folder / "result.json").is_file():
@@ -66,7 +70,8 @@ def run(recipe: Recipe) -> RunResult:
         return _read(folder)
     checkpoints = Checkpoints(folder / "checkpoints", warn)
     snapshot = checkpoints.latest()
-    job = assemble(recipe, cohort=snapshot.facts["cohort"] if snapshot else None)
+    cohort = snapshot.facts["cohort"] if snapshot else None
+    job = crew.assemble(recipe, lambda: assemble(recipe, cohort, shelf, crew.size))
     for note in job.task.notes:
         say(note, "dim")
     try:
@@ -74,8 +79,8 @@ def run(recipe: Recipe) -> RunResult:
     except OSError as error:
         raise UserError(f"run.dir={folder}: cannot be made: {error}") from error
     replace_text(folder / "recipe.yaml", recipe.yaml())
-    federation, metrics, facts = _begin(job, snapshot)
-    _train(job, federation, metrics, facts, checkpoints, folder)
+    federation, metrics, facts = _begin(job, snapshot, crew)
+    _train(job, federation, metrics, facts, checkpoints, folder, crew)
     return _finish(job, federation, metrics, facts, folder)
 
 
@@ -104,15 +109,16 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
         raise UserError(f"{folder} holds the run of another recipe; choose another run.dir. They differ in\n  {listed}")
 
 
-def _begin(job: Job, snapshot: Snapshot | None) -> tuple[Federation, list[dict[str, Any]], dict[str, Any]]:
+def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation, list[dict[str, Any]], dict[str, Any]]:
     """The state to go on from, the metrics up to there, and the facts of the run that every checkpoint repeats."""
     if snapshot is None:
-        began = time.perf_counter()
+        began, shares = time.perf_counter(), _shares(job.recipe, crew)
         what = "full local gradients at x0" if job.algorithm.needs_full_gradient() else "starting"
         with stage(what):
-            federation = start(job.algorithm, job.problem, job.info, cohort=job.cohort)
-        facts = {
+            federation = start(job.algorithm, job.problem, job.info, cohort=job.cohort, shares=shares, crew=crew)
+        facts: dict[str, Any] = {
             "cohort": job.cohort,
+            "shares": shares,
             "threads": job.machine.threads,
             "precision": job.machine.precision,
             "start": _start_costs(job, time.perf_counter() - began),
@@ -124,7 +130,17 @@ def _begin(job: Job, snapshot: Snapshot | None) -> tuple[Federation, list[dict[s
     for name in ("threads", "precision"):
         if (before := snapshot.facts[name]) != (now := getattr(job.machine, name)):
             warn(f"the rounds before had {name} {before}, here it is {now}: the run is no longer bit for bit the same")
-    return federation, snapshot.metrics, snapshot.facts
+    facts = {"shares": 1, **snapshot.facts}
+    shares = _shares(job.recipe, crew)
+    if facts["shares"] < min(shares, crew.size):
+        warn(f"the rounds before had {facts['shares']} shares, now {shares}: the run is no longer bit for bit the same")
+        facts["shares"] = shares
+    return federation, snapshot.metrics, facts
+
+
+def _shares(recipe: Recipe, crew: Crew) -> int:
+    """The shares that a run starts with."""
+    return crew.size if recipe.run.shares == "auto" else recipe.run.shares
 
 
 def _start_costs(job: Job, seconds: float) -> dict[str, float]:
@@ -150,13 +166,14 @@ def _train(
     facts: dict[str, Any],
     checkpoints: Checkpoints,
     folder: Path,
+    crew: Crew,
 ) -> None:
     """The rounds; everything a round leaves behind is on disk before the next one begins."""
     recipe, info = job.recipe, job.info
     path = folder / "metrics.jsonl"
     replace_text(path, "".join(json.dumps(line) + "\n" for line in metrics))
     with RoundProgress(info.total, federation.round) as progress, _Events(folder, federation.round) as events:
-        plan = Plan(job.cohort, recipe.federation.min_clients, progress.step)
+        plan = Plan(job.cohort, recipe.federation.min_clients, progress.step, facts["shares"], crew)
         while not _complete(recipe, federation.round, metrics):
             began = time.perf_counter()
             clients, tracked = sample(recipe.run.seed, federation.round, info.num_clients, info.sampled, info.tracked)
@@ -165,7 +182,7 @@ def _train(
                 warn(f"round {federation.round}: client {client} rejected: {why}")
             line = _line(job, federation.round, report, time.perf_counter() - began)
             if federation.round % recipe.eval.every == 0 or federation.round == info.total:
-                line |= _evaluate(job, federation)
+                line |= _evaluate(job, federation, crew)
             metrics.append(line)
             _append(path, line)
             events.write(line)
@@ -192,6 +209,7 @@ def _line(job: Job, round: int, report: RoundReport, seconds: float) -> dict[str
         "simulated_seconds": round_to(srt),
         "clients": report.clients,
         "rejected": {str(client): why for client, why in report.rejected.items()},
+        **report.drift,
     }
 
 
@@ -200,10 +218,11 @@ def round_to(seconds: float) -> float:
     return round(seconds, 4)
 
 
-def _evaluate(job: Job, federation: Federation) -> dict[str, Any]:
+def _evaluate(job: Job, federation: Federation, crew: Crew) -> dict[str, Any]:
     """Scores and loss on the whole validation split, with the seconds they took."""
     began = time.perf_counter()
-    logits, labels = job.problem.logits(federation.x, job.validation), job.validation.labels
+    x, labels = federation.x, job.validation.labels
+    logits = crew.logits(x, lambda part, parts: job.problem.logits(x, job.validation, part, parts))
     if job.task.regression:
         loss = torch.nn.functional.mse_loss(logits[:, 0], labels.float())
     else:
@@ -320,6 +339,8 @@ def _result(job: Job, federation: Federation, metrics: list[dict[str, Any]], fac
             "threads": job.machine.threads,
             "precision": job.machine.precision,
             "cohort": job.cohort,
+            "processes": job.machine.processes,
+            "shares": facts["shares"],
         },
         "versions": versions(),
     }

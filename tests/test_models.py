@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from fedllm.errors import UserError
 from fedllm.export import load_adapter, save_adapter
 from fedllm.lora import attach_lora, head_modules, lora_layers, shortest_suffixes, trainable_names
-from fedllm.models import Backbone, load_backbone
+from fedllm.models import Backbone, check_available, load_backbone
 from fedllm.parts import SplitQKV
 from fedllm.quiet import quiet
 from fedllm.random import torch_rng
@@ -262,6 +262,7 @@ def test_model_from_the_hugging_face_cache(tiny: dict[str, str], tmp_path: Path,
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("fedllm.models.HfApi", _no_network)
     assert load("nobody/tiny").source == "hub"
+    check_available("nobody/tiny")
 
 
 def _no_network() -> Any:
@@ -305,6 +306,9 @@ def test_name_found_nowhere(tmp_path: Path, monkeypatch: Any) -> None:
         load("nobody/none", hub=str(tmp_path))
     with pytest.raises(UserError, match=r"'no/such/folder' was found nowhere"):
         load("no/such/folder")
+    for name in ("nobody/none", "no/such/folder"):
+        with pytest.raises(UserError, match=f"'{name}' was found nowhere"):
+            check_available(name)
 
 
 def test_folder_with_a_config_but_no_weights(tmp_path: Path) -> None:

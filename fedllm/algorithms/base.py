@@ -79,6 +79,7 @@ class Algorithm:
     aliases: ClassVar[tuple[str, ...]] = ()
     paper: ClassVar[str] = ""
     derivable: ClassVar[tuple[str, ...]] = ()  # downloads that a client which saw the last x can work out from x
+    moment: ClassVar[str | None] = None  # the local second moment [C, d], whose spread over clients is reported
 
     lr: float = setting(1e-3, "local learning rate", symbol="eta")
     server_lr: float = setting(1.0, "server learning rate", symbol="eta_g")

@@ -43,6 +43,7 @@ class FANT(Algorithm):
 
     aliases: ClassVar = ("fadamet", "fedit_adamet")
     paper: ClassVar = "Parameter Tracking in Federated Learning with Adaptive Optimization, FAdamET"
+    moment: ClassVar = "v"
 
     betas: tuple[float, float] = setting((0.9, 0.99), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root", symbol="eps")

@@ -49,6 +49,7 @@ class FAdamGC(Algorithm):
 
     aliases: ClassVar = ("fadamgt", "fedit_adamgt", "fedit_adamgc")
     paper: ClassVar = "Gradient Correction in Federated Learning with Adaptive Optimization, Alg. 1 and App. J"
+    moment: ClassVar = "v"
 
     betas: tuple[float, float] = setting((0.9, 0.99), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root", symbol="eps")

@@ -47,6 +47,7 @@ class FedAdamW(Algorithm):
     aliases: ClassVar = ("fedit_fedadamw",)
     paper: ClassVar = "FedAdamW: A Communication-Efficient Optimizer for Federated Large Models, Alg. 2 and Alg. 3"
     derivable: ClassVar = ("Delta",)
+    moment: ClassVar = "v"
 
     betas: tuple[float, float] = setting((0.9, 0.999), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root", symbol="eps")

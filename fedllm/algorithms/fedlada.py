@@ -41,6 +41,7 @@ class FedLADA(Algorithm):
         "Efficient Federated Learning via Local Adaptive Amended Optimizer with Linear Speedup (Sun et al., 2023)"
     )
     derivable: ClassVar = ("ga",)
+    moment: ClassVar = "v"
 
     betas: tuple[float, float] = setting((0.9, 0.99), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "root of the server's first v", symbol="eps")

@@ -38,6 +38,7 @@ class LocalAdam(Algorithm):
 
     aliases: ClassVar = ("fedit_adam", "local_adam")
     paper: ClassVar = "Gradient Correction in Federated Learning with Adaptive Optimization, baseline LocalAdam"
+    moment: ClassVar = "v"
 
     betas: tuple[float, float] = setting((0.9, 0.99), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root", symbol="eps")

@@ -1,0 +1,146 @@
+"""A round of local training: ours against what people run today, the sides alternating within one run.
+
+python benchmarks/speed.py recipes/sst2_fadamgc.yaml            # ours, a bare loop, transformers.Trainer
+python benchmarks/speed.py recipes/sst2_fadamgc.yaml --flower   # and Flower: pip install "flwr[simulation]"
+python benchmarks/speed.py recipes/sst2_fadamgc.yaml --ablate   # ours with each of its parts switched off
+python benchmarks/speed.py recipes/qqp_fadamgc.yaml model.pretrained=false data.max_train=4000   # GPT-2, on a GPU
+
+Every side trains the same clients on the same batches with AdamW, from the same weights, and must end at the same mean
+weights. A line a side: seconds of a round (median), client-steps a second, and how many times as long as ours it takes,
+the median and the range over the repeats. On a GPU also the peak memory and the share of the GPU's peak arithmetic
+(--peak-tflops).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from peers import flower, loop, trainer
+from rich.table import Table
+from torch import Tensor
+from workload import Plain, Work
+
+from fedllm.assemble import Shelf
+from fedllm.console import console, say
+from fedllm.run import versions
+
+Side = Callable[[], Tensor]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--flower", action="store_true")
+    parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the GPU, dense bfloat16 (H100, H200: 989)")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    arguments = parser.parse_intermixed_args()
+    shape = (arguments.clients, arguments.steps, arguments.batch)
+    shelf = Shelf()
+    work = Work.of(arguments.recipe, arguments.overrides, *shape, shelf=shelf)
+    sides: dict[str, Side] = {"fedllm": work.ours}
+    if arguments.ablate:
+        switches = {"one client at a time": ["run.cohort=1"], "no slices": ["run.slices=1"]}
+        if work.job.machine.autocast is not None:
+            switches["float32"] = ["run.precision=float32"]
+        for name, off in switches.items():
+            sides[name] = Work.of(arguments.recipe, [*arguments.overrides, *off], *shape, shelf=shelf).ours
+    else:
+        plain = Plain.of(work.job)
+        sides |= {"bare loop": lambda: loop(work, plain), "Trainer": lambda: trainer(work, plain)}
+    _agree(sides)
+    seconds, memory = _alternate(sides, arguments.repeats)
+    if arguments.flower:
+        before = statistics.median(seconds["fedllm"])
+        say("Flower: starting its simulation engine")
+        seconds["Flower"] = flower(arguments.recipe, arguments.overrides, *shape, arguments.repeats)
+        after = statistics.median(_alternate({"fedllm": work.ours}, arguments.repeats)[0]["fedllm"])
+        say(f"fedllm before Flower {before:.2f} s a round, after it {after:.2f} s")
+    figures = {name: _figures(found, seconds["fedllm"], work) for name, found in seconds.items()}
+    console.print(_table(figures, memory, work, arguments.peak_tflops))
+    if arguments.out:
+        facts = {"recipe": arguments.recipe, "overrides": arguments.overrides, "shape": shape, "versions": versions()}
+        arguments.out.write_text(json.dumps({**facts, "sides": figures, "peak_bytes": memory}, indent=2) + "\n")
+    return 0
+
+
+def _agree(sides: dict[str, Side]) -> None:
+    """One round of each that is not timed; says how far the sides' results are from ours."""
+    ours = sides["fedllm"]()
+    for name, side in sides.items():
+        apart = float((side() - ours).norm() / ours.norm())
+        say(f"{name}: mean weights {apart:.1e} from ours, relative")
+        if apart > 1e-2:
+            raise SystemExit(f"{name} does not do the same work: its result is {apart:.1e} from ours")
+
+
+def _alternate(sides: dict[str, Side], repeats: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of each repeat, and on a GPU the peak bytes, of each side in turn."""
+    cuda = torch.cuda.is_available()
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    memory: dict[str, int] = {}
+    for repeat in range(repeats):
+        for name, side in sides.items():
+            if cuda:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            began = time.perf_counter()
+            side()
+            if cuda:
+                torch.cuda.synchronize()
+                memory[name] = torch.cuda.max_memory_allocated()
+            seconds[name].append(time.perf_counter() - began)
+            say(f"repeat {repeat + 1} of {repeats}, {name}: {seconds[name][-1]:.2f} s", "dim")
+    return seconds, memory
+
+
+def _figures(seconds: list[float], ours: list[float], work: Work) -> dict[str, float]:
+    ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=True)]
+    middle = statistics.median(seconds)
+    return {
+        "seconds": middle,
+        "client_steps_per_second": work.client_steps / middle,
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+    }
+
+
+def _table(figures: dict[str, dict[str, float]], memory: dict[str, int], work: Work, peak_tflops: float) -> Table:
+    job = work.job
+    frozen = sum(value.numel() for name, value in job.model.named_parameters() if "embeddings" not in name)
+    table = Table(
+        title=f"{work.client_steps} client-steps of {job.recipe.name}, {job.machine.precision}, {job.machine.device}"
+    )
+    for heading in ("side", "s a round", "client-steps/s", "times ours", "range", *(("GiB", "MFU") if memory else ())):
+        table.add_column(heading, justify="left" if heading == "side" else "right")
+    for name, found in figures.items():
+        cells = [
+            name,
+            f"{found['seconds']:.3f}",
+            f"{found['client_steps_per_second']:.1f}",
+            f"{found['ratio']:.2f}",
+            f"{found['lowest']:.2f} to {found['highest']:.2f}",
+        ]
+        if memory:
+            # Forward and the gradient of the inputs: 2 + 2 operations a frozen weight and token.
+            operations = 4 * frozen * work.tokens / found["seconds"] / (peak_tflops * 1e12)
+            cells += [f"{memory[name] / 2**30:.2f}", f"{operations:.1%}"] if name in memory else ["-", "-"]
+        table.add_row(*cells)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

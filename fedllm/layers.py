@@ -1,0 +1,76 @@
+"""The layers of a recipe, as plain data: files that extend one another, then overrides from the command line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedllm.errors import UserError
+
+Sections = dict[str, Any]
+
+
+def read_layers(path: Path, overrides: Sequence[str] = ()) -> Sections:
+    """The sections of a recipe's file over those of the file it `extends`, with overrides on top; nothing is checked.
+
+    Sections are merged key by key. A name in place of a section's keys (`algorithm: fedavg`) replaces the section.
+    Raises UserError naming the file or the override that cannot be read.
+    """
+    values = _read(path, ())
+    for override in overrides:
+        _apply(values, override)
+    return {section: _spelled_out(section, keys) for section, keys in values.items()}
+
+
+def _spelled_out(section: str, keys: Any) -> Any:
+    """`algorithm: fedavg` is short for `algorithm: {name: fedavg}`."""
+    return {"name": keys} if section == "algorithm" and isinstance(keys, str) else keys
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> Sections:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.yaml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise UserError(f"{path}: no such recipe file{hint}")
+    if path.resolve() in seen:
+        raise UserError(f"{path}: extends itself through {' -> '.join(str(file) for file in seen)}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not readable as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: found {type(values).__name__}, expected sections such as model: and algorithm:")
+    parent = values.pop("extends", None)
+    if parent is None:
+        return values
+    return _merge(_read(path.parent / str(parent), (*seen, path.resolve())), values)
+
+
+def _merge(base: Sections, top: Mapping[str, Any]) -> Sections:
+    """`top` over `base`, section by section and key by key."""
+    merged = dict(base)
+    for section, values in top.items():
+        below = _spelled_out(section, merged.get(section))
+        both = isinstance(values, Mapping) and isinstance(below, Mapping)
+        merged[section] = {**below, **values} if both else values
+    return merged
+
+
+def _apply(values: Sections, override: str) -> None:
+    key, equals, text = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and section and bool(dot) == bool(name)):
+        raise UserError(f"override '{override}': expected section.key=value, for example algorithm.lr=3e-4")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"override '{override}': the value is not readable as YAML: {error}") from error
+    if not dot:
+        values[section] = value
+        return
+    current = _spelled_out(section, values.get(section))
+    values[section] = {**(current if isinstance(current, Mapping) else {}), name: value}

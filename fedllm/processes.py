@@ -1,0 +1,125 @@
+"""The processes that torchrun or accelerate started, and the messages between rank 0 and each of the others.
+
+A message is JSON and tensors in safetensors' format, never pickle, over a connection that is closed by the system the
+moment either side dies. What is sent goes through the CPU on every device, so that GPUs take the path that the tests
+take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import struct
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener, wait
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from fedllm.algorithms.base import State
+from fedllm.errors import RunError
+
+Message = tuple[dict[str, Any], State]
+_MEETING = timedelta(minutes=5)  # for all processes to start
+_HEAD = struct.Struct("<Q")
+
+
+class LostError(Exception):
+    """The process at the other end is gone."""
+
+
+class StoppedError(RunError):
+    """This process was asked to end (SIGTERM)."""
+
+
+def rank() -> int:
+    """This process's number among those started together; 0 where there is one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def size() -> int:
+    """How many processes were started together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Links:
+    """Rank 0's connections to every other process, or the one connection of another process to rank 0.
+
+    timeout: seconds that a process waits for another one.
+    """
+
+    def __init__(self, connections: dict[int, Connection], size: int) -> None:
+        self._connections, self.size = connections, size
+        self.timeout: float = _MEETING.total_seconds()
+
+    def send(self, rank: int, head: dict[str, Any], tensors: State) -> None:
+        """Raises OSError where the other end is gone."""
+        words = json.dumps(head).encode()
+        packed = save({name: _copy(value) for name, value in tensors.items()})
+        self._connections[rank].send_bytes(b"".join((_HEAD.pack(len(words)), words, packed)))
+
+    def ready(self, ranks: list[int], timeout: float) -> list[int]:
+        """Those that have sent something, or are gone; returns as soon as there is one, or after `timeout` seconds."""
+        links = {self._connections[rank]: rank for rank in ranks}
+        return sorted(links[link] for link in wait(list(links), timeout) if isinstance(link, Connection))
+
+    def receive(self, rank: int) -> Message:
+        """The next message of a process that is ready. LostError where it is gone."""
+        try:
+            data = self._connections[rank].recv_bytes()
+        except (EOFError, OSError) as error:
+            raise LostError from error
+        end = _HEAD.size + _HEAD.unpack_from(data)[0]
+        return json.loads(data[_HEAD.size : end]), load(data[end:])
+
+    def close(self) -> None:
+        """Ends the connections, and with them the workers at their other ends. This process is about to end too."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for connection in self._connections.values():
+            connection.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _copy(value: Tensor) -> Tensor:
+    """On the CPU and in memory of its own, as safetensors wants it."""
+    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def meet() -> Links:
+    """Connects the processes that were started together. RunError where they do not all come within five minutes."""
+    store, rank, size = next(iter(rendezvous("env://", timeout=_MEETING)))
+    store = PrefixStore("fedllm", store)
+    if rank:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        store.set(f"here/{rank}", "")
+        host, port = store.get("address").decode().rsplit(":", 1)
+        link = Client((host, int(port)), authkey=store.get("key"))
+        link.send_bytes(rank.to_bytes(8, "little"))
+        return Links({0: link}, size)
+    signal.signal(signal.SIGTERM, _stop)
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    key = secrets.token_hex(32)
+    with Listener(("127.0.0.1" if one_machine else "", 0), backlog=size, authkey=key.encode()) as listener:
+        host = "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"]
+        store.set("key", key)
+        store.set("address", f"{host}:{listener.address[1]}")
+        try:
+            store.wait([f"here/{other}" for other in range(1, size)], _MEETING)
+        except torch.distributed.DistError as error:
+            raise RunError(f"not all of {size} processes started within {_MEETING}: {error}") from error
+        connections = {}
+        for _ in range(size - 1):
+            link = listener.accept()
+            connections[int.from_bytes(link.recv_bytes(), "little")] = link
+    return Links(connections, size)
+
+
+def _stop(*_: object) -> None:
+    raise StoppedError("stopped (SIGTERM); the same command goes on from the last checkpoint")

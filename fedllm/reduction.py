@@ -1,0 +1,47 @@
+"""The accepted uploads of a round, reduced to what the server needs of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, State, length
+
+
+class Reduction:
+    """The running sums of a round's accepted uploads, in float64, so that how the work was cut leaves no trace.
+
+    sums: {upload: [length]}. counts: weight and rate_sum of the clients, and how many clients and tracked ones.
+    """
+
+    def __init__(self, alg: Algorithm, x: Tensor, info: RoundInfo) -> None:
+        self._tracked_names = list(alg.tracked_uploads())
+        self.kept_lengths = {name: length(of, x, info) for name, of in alg.client_vectors().items()}
+        self.lengths = {name: length(of, x, info) for name, of in {**alg.uploads(), **alg.tracked_uploads()}.items()}
+        self.sums = {name: x.new_zeros(length, dtype=torch.float64) for name, length in self.lengths.items()}
+        self._dtype = x.dtype
+        self.counts = {"weight": 0.0, "rate_sum": 0.0, "clients": 0, "tracked": 0}
+
+    def add(self, upload: State, rows: Rows, good: list[int], weights: Tensor) -> None:
+        """Adds the good rows of a cohort's upload; weights [len(good)] are for the means only."""
+        tracked = rows.tracked[good].double()
+        for name, total in self.sums.items():
+            factor = tracked if name in self._tracked_names else weights[:, None]
+            total += (upload[name][good].double() * factor).sum(dim=0)
+        self.counts["weight"] += float(weights.sum())
+        self.counts["rate_sum"] += float((weights * rows.rate_sum[good, 0].double()).sum())
+        self.counts["clients"] += len(good)
+        self.counts["tracked"] += int(tracked.sum())
+
+    @property
+    def clients(self) -> int:
+        """Clients added so far."""
+        return int(self.counts["clients"])
+
+    def result(self) -> Reduced:
+        """The means and totals, in x's dtype."""
+        weight = self.counts["weight"]
+        mean = {n: (s / weight).to(self._dtype) for n, s in self.sums.items() if n not in self._tracked_names}
+        total = {name: self.sums[name].to(self._dtype) for name in self._tracked_names}
+        rate_sum = self.counts["rate_sum"] / weight
+        return Reduced(mean, total, rate_sum, self.clients, int(self.counts["tracked"]))

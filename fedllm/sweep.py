@@ -1,0 +1,260 @@
+"""Grids and seeds of a recipe, cell by cell in one process: what is finished is skipped, what was cut off goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedllm.assemble import Shelf, with_dir
+from fedllm.console import say, warn
+from fedllm.crew import Crew
+from fedllm.errors import RunError, UserError
+from fedllm.processes import StoppedError
+from fedllm.recipe import Recipe, load_recipe
+from fedllm.report import report
+from fedllm.results import load_run, setting_text
+from fedllm.run import run
+from fedllm.settings import build, nearest, setting
+from fedllm.state import replace_text
+
+Overrides = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Choose:
+    """Every cell of a case is tried for a few rounds with the first seed; only its best cell is run in full."""
+
+    rounds: int = setting(10, "rounds of a trial")
+    by: str = setting("eval_loss", "what tells the best trial: eval_loss (its lowest) or a metric (its highest)")
+    set: Overrides = setting(dict, "overrides of the trials alone")
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UserError(f"rounds: found {self.rounds}, expected a positive number")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid file. Overrides are 'section.key: value', or 'section: {...}' for a whole section."""
+
+    feeds: str = setting("", "the figure or table that the sweep feeds")
+    set: Overrides = setting(dict, "overrides of every cell")
+    cases: dict[str, Overrides] = setting(dict, "named alternatives, each its overrides and, if it likes, its own grid")
+    grid: dict[str, list[Any]] = setting(dict, "key: values; every combination of values is a cell")
+    seeds: list[int] | None = setting(None, "run.seed of each cell; null = the recipe's")
+    choose: Choose | None = setting(None, "rounds, by, set: try every cell briefly, run the best of each case in full")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination: its case, the values of the grid in words, and all its overrides as on the command line."""
+
+    case: str
+    values: str
+    overrides: tuple[str, ...]
+
+    def recipe(self, path: str, more: Overrides | None = None) -> Recipe:
+        """The recipe in a file with the cell's overrides, and `more` on top."""
+        return load_recipe(path, [*self.overrides, *_texts((more or {}).items())])
+
+    @property
+    def name(self) -> str:
+        """Case and values, fit for a folder's name."""
+        return re.sub(r"[^\w.,=+-]+", "_", ",".join(part for part in (self.case, self.values) if part)) or "run"
+
+
+def load_grid(path: str | Path) -> Grid:
+    """The grid in a YAML file. Raises UserError naming file, key, what was found and what was expected."""
+    path = Path(path)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not readable as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: found {type(values).__name__}, expected keys such as grid: and seeds:")
+    choose = values.pop("choose", None)
+    if choose is not None and not isinstance(choose, Mapping):
+        raise UserError(f"{path}: choose: found {choose!r}, expected keys and values, such as {{rounds: 10}}")
+    grid = build(Grid, values, str(path))
+    if choose is not None:
+        grid = replace(grid, choose=build(Choose, choose, f"{path}: choose"))
+    for axes in [grid.grid, *(case.get("grid") or {} for case in grid.cases.values())]:
+        for key, choices in axes.items():
+            if not isinstance(choices, list) or not choices:
+                raise UserError(f"{path}: grid.{key}: found {choices!r}, expected a list of values")
+    if grid.seeds is not None and (not grid.seeds or len({*grid.seeds}) < len(grid.seeds)):
+        raise UserError(f"{path}: seeds: found {grid.seeds}, expected different whole numbers")
+    return grid
+
+
+def cells(grid: Grid, overrides: Sequence[str] = ()) -> Iterator[Cell]:
+    """Every cell, case by case. overrides: "section.key=value" on top of all of them."""
+    for case, given in (grid.cases or {"": {}}).items():
+        axes = grid.grid | (given.get("grid") or {})
+        fixed = [*grid.set.items(), *((key, value) for key, value in given.items() if key != "grid")]
+        for choice in itertools.product(*axes.values()):
+            values = dict(zip(axes, choice, strict=True))
+            words = ",".join(f"{_short(key, axes)}={setting_text(value)}" for key, value in values.items())
+            yield Cell(case, words, (*_texts([*fixed, *values.items()]), *overrides))
+
+
+def sweep(
+    recipe: str | Path,
+    grid: str | Path,
+    out: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    only: Sequence[str] = (),
+    crew: Crew | None = None,
+) -> Path:
+    """Runs every cell of the grid over the recipe and reports them together; the same as `fedllm sweep`.
+
+    out: folder of the runs, default runs/<recipe>-<grid>; a cell's run is in <out>/<cell>-s<seed>, a trial in
+    <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. only: the cases to run. crew: see run.
+    Cells that are finished are skipped, and one that was cut off goes on, so that the same command may be given until
+    all is done.
+    Raises UserError for a mistake in any cell before the first one runs; RunError at the end if some cells failed.
+    """
+    plan = load_grid(grid)
+    out = Path(out) if out else Path("runs") / f"{Path(recipe).stem}-{Path(grid).stem}"
+    cases = _cases(str(recipe), str(grid), plan, overrides, only)
+    total = sum(len(members) for members in cases.values())
+    say(f"{total} {'cells' if total > 1 else 'cell'} into {out}" + (f", for {plan.feeds}" if plan.feeds else ""))
+    runner = _Runner(crew)
+    folders = []
+    for members in cases.values():
+        for cell in _best(members, plan.choose, plan, str(recipe), out, runner) if plan.choose else members:
+            for seed in plan.seeds or [cell.recipe(str(recipe)).run.seed]:
+                folders.append(out / f"{cell.name}-s{seed}")
+                runner.run(cell.recipe(str(recipe), {"run.seed": seed}), folders[-1])
+    if plan.choose:
+        _write_trials(out, plan.choose, [cell for members in cases.values() for cell in members])
+    if done := [folder for folder in folders if (folder / "metrics.jsonl").is_file()]:
+        report(done, out / "report")
+    if runner.failed:
+        raise RunError(f"{len(runner.failed)} runs of the sweep failed:\n  " + "\n  ".join(runner.failed))
+    return out
+
+
+def list_cells(
+    recipe: str | Path, grid: str | Path, overrides: Sequence[str] = (), only: Sequence[str] = ()
+) -> list[Cell]:
+    """Every cell, checked as `sweep` would check it, with nothing run; the output of --dry-run."""
+    cases = _cases(str(recipe), str(grid), load_grid(grid), overrides, only)
+    found = [cell for members in cases.values() for cell in members]
+    for cell in found:
+        say(f"{cell.name}: {' '.join(cell.overrides)}")
+    return found
+
+
+def _cases(recipe: str, grid: str, plan: Grid, overrides: Sequence[str], only: Sequence[str]) -> dict[str, list[Cell]]:
+    """Every cell, by case; the recipes of all are read here, so that mistakes show before anything runs."""
+    for case in only:
+        if case not in plan.cases:
+            raise UserError(f"--only {case}: no such case in {grid}{nearest(case, list(plan.cases))}")
+    found: dict[str, list[Cell]] = {}
+    names: set[str] = set()
+    for cell in cells(plan, overrides):
+        if only and cell.case not in only:
+            continue
+        if cell.name in names:
+            raise UserError(f"{grid}: two cells are named {cell.name}; expected different values")
+        names.add(cell.name)
+        try:
+            cell.recipe(recipe, plan.choose.set if plan.choose else None)
+            cell.recipe(recipe)
+        except UserError as error:
+            raise UserError(f"{grid}, cell {cell.name}: {error}") from error
+        found.setdefault(cell.case, []).append(cell)
+    return found
+
+
+class _Runner:
+    """Runs one recipe after the other; a run that cannot go on is noted and the next one begins."""
+
+    def __init__(self, crew: Crew | None) -> None:
+        self.failed: list[str] = []
+        self._shelf, self._crew = Shelf(), crew
+
+    def run(self, recipe: Recipe, folder: Path) -> None:
+        say(str(folder), "bold")
+        try:
+            run(with_dir(recipe, folder), self._shelf, self._crew)
+        except StoppedError:
+            raise
+        except RunError as error:
+            warn(f"{folder}: {error}")
+            self.failed.append(f"{folder}: {error}")
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from error
+
+
+def _best(members: list[Cell], choose: Choose, plan: Grid, recipe: str, out: Path, runner: _Runner) -> list[Cell]:
+    """The cell whose trial came out best; none where every trial failed. A case of one cell needs no trial."""
+    if len(members) == 1:
+        return members
+    seed = {"run.seed": plan.seeds[0]} if plan.seeds else {}
+    values: dict[Cell, float] = {}
+    for cell in members:
+        trial = cell.recipe(recipe, choose.set | seed | {"federation.rounds": choose.rounds})
+        runner.run(trial, folder := out / "trials" / cell.name)
+        if (value := _outcome(folder, choose.by)) is not None:
+            values[cell] = value
+    if not values:
+        return []
+    best = (min if choose.by == "eval_loss" else max)(values, key=lambda cell: values[cell])
+    say(f"best of {len(members)} trials: {best.name}, {choose.by} {values[best]:.4f}", "bold")
+    return [best]
+
+
+def _outcome(folder: Path, by: str) -> float | None:
+    """The best value of `by` in a finished trial; None for one that failed or never had a finite value."""
+    if not (folder / "result.json").is_file():
+        return None
+    result = load_run(folder).result
+    if by not in result["final"]:
+        raise UserError(f"choose.by: found '{by}', expected one of {', '.join(result['final'])}")
+    value = (result["best"].get(by) or {}).get("value")
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _write_trials(out: Path, choose: Choose, tried: Sequence[Cell]) -> None:
+    """The table of all trials, so that a choice can be judged by who reads its result."""
+    values = {cell: _outcome(out / "trials" / cell.name, choose.by) for cell in tried}
+    lines = [
+        f"Best {choose.by} of {choose.rounds} rounds.",
+        "",
+        f"| case | cell | {choose.by} |",
+        "| :-- | :-- | --: |",
+    ]
+    lines += [
+        f"| {cell.case} | {cell.values} | {'failed' if value is None else f'{value:.4f}'} |"
+        for cell, value in values.items()
+        if (out / "trials" / cell.name).is_dir()
+    ]
+    replace_text(out / "trials.md", "\n".join(lines) + "\n")
+
+
+def _texts(overrides: Iterable[tuple[str, Any]]) -> list[str]:
+    """Overrides as they are typed on the command line."""
+    return [f"{key}={json.dumps(value)}" for key, value in overrides]
+
+
+def _short(key: str, keys: Mapping[str, Any]) -> str:
+    """A key without its section, where no other key of the grid ends alike."""
+    last = key.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+
+
+def help_text() -> str:
+    """Every key of a grid file with its meaning."""
+    return "\n".join(f"  {field.name:<8} {field.metadata['help']}" for field in fields(Grid))

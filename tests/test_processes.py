@@ -1,0 +1,195 @@
+"""Several processes: the same result as one, state that follows its client, failures that are named.
+
+Each launch pays for the start of its processes, so several things are looked at in one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedllm import QuadraticProblem, load_algorithm, run_recipe
+from fedllm.crew import Captain
+from fedllm.errors import RunError
+from fedllm.processes import Links
+from fedllm.rounds import Plan, round_info, run_round, sample, start
+from fedllm.training import deal
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def launch(script: str, *words: str, fault: str = "") -> subprocess.CompletedProcess[str]:
+    """Two processes under torchrun, which must end within two minutes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", script, *words]
+    environment = {**os.environ, "FEDLLM_TEST_FAULT": fault, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def adapter(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def same_bits(a: Path, b: Path) -> bool:
+    first, second = adapter(a), adapter(b)
+    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def numbers(folder: Path) -> list[dict[str, object]]:
+    timed = {"seconds", "simulated_seconds", "eval_seconds"}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in timed} for line in lines]
+
+
+OVERRIDES = ["run.threads=1", "algorithm.tracking_init=gradient"]
+
+
+@pytest.fixture(scope="module")
+def one(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The run in one process, with the two shares that two processes would have."""
+    threads = torch.get_num_threads()
+    yield run_recipe(tiny / "recipe.yaml", [*OVERRIDES, "run.shares=2"], tmp_path_factory.mktemp("one") / "run").folder
+    torch.set_num_threads(threads)
+
+
+def test_two_processes_give_the_bits_of_one(tiny: Path, tmp_path: Path, one: Path) -> None:
+    """FAdamGC over four rounds, its start from full gradients included; state, metrics and evaluation too. Then one
+    process goes on from a checkpoint of two."""
+    folder = tmp_path / "two"
+    done = launch("scripts/fedtune.py", str(tiny / "recipe.yaml"), f"run.dir={folder}", *OVERRIDES)
+    assert done.returncode == 0, done.stderr
+    assert same_bits(folder, one)
+    assert numbers(folder) == numbers(one)
+    kept = sorted((one / "checkpoints" / "000004" / "clients").iterdir())
+    assert kept
+    for path in kept:
+        ours, theirs = load_file(path), load_file(folder / "checkpoints" / "000004" / "clients" / path.name)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert done.stdout.count("round 4/4") == 1
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["machine"]["processes"], result["machine"]["shares"]) == (2, 2)
+
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "000004")
+    run_recipe(tiny / "recipe.yaml", OVERRIDES, folder)
+    assert same_bits(folder, one)
+    assert numbers(folder) == numbers(one)
+
+
+def test_a_killed_process_is_named_and_the_run_goes_on_later(tiny: Path, tmp_path: Path, one: Path) -> None:
+    folder = tmp_path / "killed"
+    words = [str(tiny / "recipe.yaml"), f"run.dir={folder}", *OVERRIDES]
+    done = launch("tests/poisoned.py", *words, fault="1:3:kill")
+    assert done.returncode != 0
+    assert "process 1 ended without a word" in done.stderr
+    assert "while training in round 3: clients " in done.stderr
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["000001", "000002"]
+    run_recipe(tiny / "recipe.yaml", OVERRIDES, folder)
+    assert same_bits(folder, one)
+
+
+def test_a_clients_failure_in_another_process_is_named(tiny: Path, tmp_path: Path) -> None:
+    """A client of process 1 sends nan in round 1 and is rejected; in round 2 one raises, which ends the run."""
+    folder = tmp_path / "failing"
+    words = [str(tiny / "recipe.yaml"), f"run.dir={folder}", *OVERRIDES]
+    done = launch("tests/poisoned.py", *words, fault="1:1:nan 1:2:raise")
+    assert done.returncode != 0
+    first = numbers(folder)[0]
+    (client,) = first["rejected"]
+    assert f"client {client} rejected" in done.stdout
+    assert "process 1 failed while training in round 2: clients " in done.stderr
+    assert "a fault of the test's own making" in done.stderr
+    assert "Round 2, while these clients trained together: " in done.stderr
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["000001"]
+
+
+def test_a_users_mistake_is_told_once(tiny: Path) -> None:
+    done = launch("scripts/fedtune.py", str(tiny / "recipe.yaml"), "algorithm.lr=-1")
+    assert done.returncode != 0
+    assert done.stderr.count("fedllm: ") == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_run_recipe_refuses_many_processes(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="started as 2 processes, which run_recipe does not join"):
+        run_recipe(tiny / "recipe.yaml", OVERRIDES, tmp_path / "run")
+
+
+def test_shares_change_nothing_but_rounding(tiny: Path, tmp_path: Path, one: Path) -> None:
+    whole = run_recipe(tiny / "recipe.yaml", OVERRIDES, tmp_path / "whole").folder
+    first, second = adapter(whole), adapter(one)
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=0, atol=1e-4 * float(value.abs().max()))
+
+
+def test_deal_evens_out_the_work() -> None:
+    work = dict(enumerate([40, 20, 15, 10, 8, 7, 5, 4, 3, 2]))
+    shares = deal(work, 2)
+    assert sorted(client for share in shares for client in share) == sorted(work)
+    assert [sum(work[client] for client in share) for share in shares] == [58, 56]
+    assert deal({5: 1, 6: 3}, 4) == [[6], [5]]
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fadamgc", "fedadamw"])
+@pytest.mark.parametrize("shares", [1, 2, 5])
+def test_shares_in_memory_agree_to_rounding(name: str, shares: int) -> None:
+    """Float64 sums of float64 vectors: what is left is the order of a sum."""
+    problem = QuadraticProblem.random(8, 6)
+    alg = load_algorithm(name, lr=0.01)
+    info = round_info(alg, problem, rounds=5, sampled=5, tracked=None, local_steps=3)
+    results = []
+    for plan in (Plan(), Plan(cohort=2, shares=shares)):
+        federation = start(alg, problem, info, cohort=plan.cohort, shares=plan.shares)
+        for t in range(5):
+            run_round(alg, problem, federation, info, *sample(0, t, 8, 5, 5), plan)
+        results.append(federation.x)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
+
+
+def captain() -> tuple[Captain, Links]:
+    """A captain and the other end of its one link."""
+    ours, theirs = Pipe()
+    return Captain(Links({1: ours}, 2)), Links({0: theirs}, 2)
+
+
+def zeros(part: int, parts: int) -> Tensor:
+    return torch.zeros(2, 1)
+
+
+def test_a_silent_process_is_waited_for_only_so_long() -> None:
+    crew, _worker = captain()
+    crew._links.timeout = 0.05
+    with pytest.raises(RunError, match=r"no answer for 0.05 s \(run.timeout\): process 1 was evaluating"):
+        crew.logits(torch.zeros(3), zeros)
+
+
+def test_a_late_answer_is_not_taken_for_another_one() -> None:
+    """A sweep goes on after a run that failed; the answer to what was asked before it failed is thrown away."""
+    crew, worker = captain()
+
+    def answer(value: float) -> None:
+        head, _ = worker.receive(0)
+        worker.send(0, {"call": head["call"]}, {"logits": torch.full((2, 1), value)})
+
+    def fail(part: int, parts: int) -> Tensor:
+        raise RunError("our own part")
+
+    with pytest.raises(RunError, match="our own part"):
+        crew.logits(torch.zeros(3), fail)
+    answers: Sequence[float] = (1.0, 2.0)
+    thread = threading.Thread(target=lambda: [answer(value) for value in answers])
+    thread.start()
+    assert crew.logits(torch.zeros(3), zeros).tolist() == [[2.0], [2.0]]
+    thread.join()
