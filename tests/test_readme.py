@@ -24,7 +24,7 @@ COMMANDS = [line for block in blocks("sh") for line in block.splitlines()]
 
 
 def test_the_readme_has_what_this_file_tests() -> None:
-    assert (len(blocks("python")), len(COMMANDS), len(blocks("yaml"))) == (4, 13, 2)
+    assert (len(blocks("python")), len(COMMANDS), len(blocks("yaml"))) == (4, 14, 2)
 
 
 @pytest.mark.parametrize("code", [code for code in blocks("python") if "path/or/hub-id" not in code])
@@ -62,6 +62,9 @@ def test_command(command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "grid.yaml").write_text(blocks("yaml")[0])
     if words[0] in ("run", "sweep") and "--dry-run" not in words:
         words.append("--dry-run")
+    if words[0] == "hessian":
+        monkeypatch.setattr("fedllm.hessian.PROBE", 1)
+        words += ["--model", "mlp", "--rounds", "1"]
     if words[0] == "report":
         assert main(["run", str(tiny / "recipe.yaml"), "run.dir=runs/a", "federation.rounds=1"]) == 0
         words = [str(tmp_path / "runs" / "a") if word == "runs/*" else word for word in words]
