@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
 from workload import LR, Plain, Work, mean, train_client
 
 
@@ -69,7 +69,9 @@ def trainer(work: Work, plain: Plain) -> Tensor:
                 report_to=[],
                 disable_tqdm=True,
             )
-            _InOrder(plain.model, arguments, data_collator=collate, train_dataset=_Rows(work, batches)).train()
+            trainer = _InOrder(plain.model, arguments, data_collator=collate, train_dataset=_Rows(work, batches))
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
         return plain.space.gather(plain.model)
 
     return mean(client(batches) for batches in work.batches)

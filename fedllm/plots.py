@@ -162,7 +162,8 @@ def _compare(groups: Sequence[Group], over: Axis, metric: str = "") -> Figure:
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     height = 3.9 if one else 2.6 * rows
-    legend_height = 0 if named else 0.2 * (len(groups) / columns + 1)
+    legend_columns = 3 if one else columns
+    legend_height = 0 if named else 0.2 * (len(groups) / legend_columns + 1)
     figure = Figure(figsize=(6.8 if one else 3.4 * columns, height + legend_height), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     looks = _looks(groups)
@@ -178,7 +179,7 @@ def _compare(groups: Sequence[Group], over: Axis, metric: str = "") -> Figure:
         _under_title(grid[0], note)
     if not named:
         targeted = any((metric or group.metric) in group.target for group in groups)
-        _legend(figure, groups, looks, targeted, ncols=columns, title="" if one else note)
+        _legend(figure, groups, looks, targeted, ncols=legend_columns, title="" if one else note)
     return figure
 
 

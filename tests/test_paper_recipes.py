@@ -121,7 +121,7 @@ def test_every_ablation_has_a_grid_file() -> None:
     assert {path.stem for path in SWEEPS} == {
         "fedadamw_methods", "fadamgc_methods", "fedadamw_alpha", "fedadamw_weight_decay", "fedadamw_aggregation",
         "fedadamw_parts", "fadamgc_beta2", "fadamgc_tracked", "dirichlet", "local_steps", "sampling_rate",
-        "gradient_correction", "all_algorithms",
+        "gradient_correction", "all_algorithms", "sst2_fedadamw_rates",
     }  # fmt: skip
 
 
