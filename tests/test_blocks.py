@@ -37,7 +37,8 @@ def flat(model: nn.Module, trainable: bool = False) -> torch.Tensor:
 
 
 def block(model: nn.Module, trainable: bool, name: str, index: int) -> float:
-    """The mean of the index-th block of the parameter `name`."""
+    """The mean of the index-th block of the parameter `name`, in float64: means near zero leave float32 few digits."""
+    model.double()
     blocks = partition(model, trainable_only=trainable)
     starts = torch.cat([torch.zeros(1, dtype=torch.long), partition_counts(model, trainable).cumsum(0)])
     order = [n for n, p in model.named_parameters() if p.requires_grad or not trainable]

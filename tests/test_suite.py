@@ -207,5 +207,6 @@ def test_make_runs_the_suite(target: str, name: str) -> None:
         (choices, f"suite {name} --model minilm --algorithm localadam federation.rounds=2 run.seed=1"),
         ([], f"suite {name}"),
     ):
-        shown = subprocess.run(["make", "-n", target, *given], cwd=REPO, capture_output=True, text=True, check=True)
+        command = ["make", "-n", "--no-print-directory", target, *given]
+        shown = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
         assert shown.stdout.splitlines()[-1].split() == [".venv/bin/fedllm", *expected.split()]
