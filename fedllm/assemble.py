@@ -256,7 +256,8 @@ def plan_table(job: Job) -> Table:
         "bytes a round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
         "vectors a round": _vectors(job),
         "client memory": f"{4 * sum(memory.values()) / 2**20:,.1f} MiB of weights and state",
-        "runs on": f"{crew}{where}, {machine.precision}, cohorts of {job.cohort}, {_rows(job)}",
+        "runs on": f"{crew}{where}, {machine.precision}, cohorts of {job.cohort}",
+        "rows": _rows(job),
         "run folder": str(run_folder(recipe)),
     }
     table = Table(show_header=False, box=None, pad_edge=False)
