@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -202,11 +203,15 @@ def test_the_papers_model_is_the_default_where_it_can_be_had_and_else_the_packag
 def test_make_runs_the_suite(target: str, name: str) -> None:
     if shutil.which("make") is None:
         pytest.skip("no make")
+    env = {
+        name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL"}
+    }  # of `make test`
     choices = ["MODEL=minilm", "ALGORITHM=localadam", "ARGS=federation.rounds=2 run.seed=1"]
     for given, expected in (
         (choices, f"suite {name} --model minilm --algorithm localadam federation.rounds=2 run.seed=1"),
         ([], f"suite {name}"),
     ):
-        command = ["make", "-n", "--no-print-directory", target, *given]
-        shown = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+        shown = subprocess.run(
+            ["make", "-n", target, *given], cwd=REPO, env=env, capture_output=True, text=True, check=True
+        )
         assert shown.stdout.splitlines()[-1].split() == [".venv/bin/fedllm", *expected.split()]
