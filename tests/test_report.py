@@ -20,11 +20,14 @@ from fedllm import plots
 from fedllm.cli import main
 from fedllm.console import console
 from fedllm.errors import UserError
+from fedllm.folders import load_run, read_runs
 from fedllm.groups import group_runs
-from fedllm.plots import figures, plot_run
+from fedllm.look import apart
+from fedllm.plots import figures
 from fedllm.recipe import load_recipe
-from fedllm.report import report, summarise
-from fedllm.results import load_run, read_runs
+from fedllm.report import report
+from fedllm.run_plot import plot_run, subtitle
+from fedllm.summary import summarise
 
 SCORES = (0.5, 0.7, 0.9, 0.8)
 
@@ -126,7 +129,10 @@ BROKEN = {
     "cut result": (edit("result.json", '"seed"', "}{"), "result.json is not JSON"),
     "result without totals": (edit("result.json", '"totals"', '"other"'), "result.json lacks totals"),
     "totals without bytes": (edit("result.json", '"bytes_up"', '"up"'), "result.json: totals lacks bytes_up"),
-    "final is a number": (edit("result.json", '{"accuracy": 0.8}', "0.8"), "result.json: final is float"),
+    "final is a number": (
+        edit("result.json", '{"accuracy": 0.8}', "0.8"),
+        "result.json: final is 0.8, expected a number for each metric",
+    ),
     "torn in the middle": (edit("metrics.jsonl", "}\n", "\n"), "metrics.jsonl, line 1 is not JSON"),
     "line without bytes": (edit("metrics.jsonl", '"bytes_up": 1000, ', ""), "line 1 lacks bytes_up"),
     "bytes in words": (edit("metrics.jsonl", '"bytes_up": 1000', '"bytes_up": "many"'), "bytes_up is 'many'"),
@@ -338,7 +344,7 @@ def test_seeds_are_joined_where_all_were_measured():
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=10), st.floats(0.01, 0.1))
 def test_names_are_moved_apart_and_keep_their_order_and_centre(heights, gap):
     heights = sorted(heights)
-    moved = plots._apart(heights, gap)
+    moved = apart(heights, gap)
     assert all(later - earlier > 0.9 * gap for earlier, later in pairwise(moved))
     assert sum(moved) == pytest.approx(sum(heights), abs=1e-6)
 
@@ -399,7 +405,7 @@ def test_a_picture_says_how_the_data_was_shared(tmp_path, setting, said):
     section, _, name = key.partition(".")
     recipe[section] |= {name: yaml.safe_load(value)} if name else yaml.safe_load(value)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert plots._subtitle(load_run(folder)).splitlines() == [
+    assert subtitle(load_run(folder)).splitlines() == [
         said,
         "accuracy 0.8000 after 4 rounds · best 0.9000 in round 3 · target reached in round 3",
     ]
@@ -419,7 +425,7 @@ def test_report_writes_what_it_lists_and_says_what_it_left_out(tmp_path):
         written = report([*seeds, tmp_path / "runs" / "junk"])
     out = tmp_path / "runs" / "report"
     assert sorted(written) == sorted(out.iterdir())
-    assert {path.suffix for path in written} == {".md", ".csv", ".tex", ".png", ".svg"}
+    assert {path.suffix for path in written} == {".html", ".md", ".csv", ".tex", ".png", ".svg"}
     said = capture.get()
     assert f"left out: {tmp_path}/runs/junk: not a run folder" in said
     assert "0.8000 ± 0.0000" in said
