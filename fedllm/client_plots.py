@@ -12,8 +12,9 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
-from fedllm.groups import Group
-from fedllm.look import COLOURS, FAINT, STYLE
+from fedllm.groups import Group, full_name
+from fedllm.look import COLOURS, FAINT, STYLE, set_log
+from fedllm.plots import drawn_without
 from fedllm.results import ClientData, Run, printable
 from fedllm.run_plot import partition_words
 
@@ -49,9 +50,9 @@ def client_figure(groups: Sequence[Group]) -> Figure | None:
 
 def without_clients(groups: Sequence[Group]) -> list[str]:
     """Which runs do not tell how the data lies with their clients, in a line."""
-    silent = [group.label for group in groups if not any(run.clients for run in group.runs)]
-    why = "no partition.json in the run folder, as in those of older versions of fedllm"
-    return [f"Clients' labels: not drawn for {', '.join(silent)}: {why}"] if silent else []
+    silent = [full_name(group, groups) for group in groups if not any(run.clients for run in group.runs)]
+    why = "no partition.json in the run folder, as in runs of older versions of fedllm"
+    return [drawn_without("Clients' labels", silent, len(groups), why)] if silent else []
 
 
 def _partitions(groups: Sequence[Group]) -> dict[str, Run]:
@@ -81,17 +82,18 @@ def _draw_sizes(axes: Axes, clients: ClientData) -> None:
     wide = sizes.max() > 20 * max(sizes.min(), 1)
     floor = 0.5 if wide else 0.0
     _bars(axes, np.full(len(sizes), floor), np.maximum(sizes, floor), FAINT)
-    axes.set_yscale("log" if wide else "linear")
     axes.set_ylim(floor, sizes.max() * (1.6 if wide else 1.08) or 1)
     axes.set_ylabel("samples")
-    if not wide:
+    if wide:
+        set_log(axes)
+    else:
         axes.yaxis.set_major_locator(MaxNLocator(2, integer=True))
 
 
 def _draw_classes(axes: Axes, clients: ClientData) -> None:
     axes.set_xlabel("client")
     axes.set_xlim(-0.8, len(clients.sizes) - 0.2)
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
     if not clients.counts:
         axes.annotate("a regression has no classes", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
         axes.set_yticks([])
@@ -105,15 +107,15 @@ def _draw_classes(axes: Axes, clients: ClientData) -> None:
             _bars(axes, edges[:, i], edges[:, i + 1], COLOURS[i])
         axes.set_ylim(0, 1)
         axes.set_yticks([0, 0.5, 1])
-        axes.set_ylabel("share of class")
+        axes.set_ylabel("share")
         keys = [Patch(color=colour, label=name) for colour, name in zip(COLOURS, names, strict=False)]
         axes.legend(
             handles=keys, loc="upper left", bbox_to_anchor=(1, 1.03), handlelength=0.9, handleheight=0.9, reverse=True
         )
     else:
         client, label = np.nonzero(shares)
-        pitch = min(380 / len(shares), 12)  # points between clients
-        axes.scatter(client, label, 2.2 * pitch**2 * shares[client, label], COLOURS[0], alpha=0.6, linewidths=0)
+        widest = min(1000 / len(shares), 11)  # points: a bubble of all samples of a client
+        axes.scatter(client, label, widest**2 * shares[client, label], COLOURS[0], alpha=0.65, linewidths=0)
         axes.set_ylim(len(names) - 0.3, -0.7)
         axes.tick_params(axis="y", labelsize=7.5)
         axes.set_axisbelow(True)

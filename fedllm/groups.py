@@ -57,6 +57,11 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return groups
 
 
+def full_name(group: Group, groups: Sequence[Group]) -> str:
+    """The group's label, with its task where there are several."""
+    return group.label if len({other.task for other in groups}) == 1 else f"{group.task} {group.label}"
+
+
 def _unfinished(run: Run) -> str:
     return f"seed {run.seed} unfinished, round {run.result['rounds']} of {run.recipe['federation']['rounds']}"
 

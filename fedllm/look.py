@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
 from fedllm.results import Axis, printable
 
@@ -86,6 +86,13 @@ def set_axis(axes: Axes, over: Axis, longest: float) -> float:
     size, unit = next((known for known in units if longest >= 2 * known[0]), units[-1])
     axes.set_xlabel(f"{name} ({unit})" if unit else name)
     return size
+
+
+def set_log(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers at its powers of ten."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def marker(points: int) -> str | None:

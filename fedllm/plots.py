@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fedllm.groups import Group
+from fedllm.groups import Group, full_name
 from fedllm.look import (
     COLOURS,
     STYLE,
@@ -25,6 +25,7 @@ from fedllm.look import (
     marker,
     metric_name,
     set_axis,
+    set_log,
     under_title,
 )
 from fedllm.results import Axis, Run
@@ -91,9 +92,15 @@ def undrawn(groups: Sequence[Group]) -> list[str]:
         for group in groups:
             lacking = [_why(run, m) for m in metrics or (group.metric,) for run in group.runs if not run.curve(m)[0]]
             for reason in dict.fromkeys(lacking):
-                reasons.setdefault(reason, []).append(group.label)
-        lines += [f"{title}: not drawn for {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+                reasons.setdefault(reason, []).append(full_name(group, groups))
+        lines += [drawn_without(title, names, len(groups), reason) for reason, names in reasons.items()]
     return lines
+
+
+def drawn_without(title: str, names: Sequence[str], of: int, reason: str) -> str:
+    """'Client drift: drawn without fedavg; scaffold (why)', or that none of the groups is drawn."""
+    drawn = "not drawn" if len(names) == of else f"drawn without {'; '.join(names)}"
+    return f"{title}: {drawn} ({reason})"
 
 
 def _why(run: Run, metric: str) -> str:
@@ -101,10 +108,10 @@ def _why(run: Run, metric: str) -> str:
     if metric == run.primary:
         return "not evaluated yet"
     if any(metric in line for line in run.rounds):
-        return "it has no value in any round"
+        return "no value in any round"
     if metric == "v_spread" and any("update_norm" in line for line in run.rounds):
-        return "its clients have no second moment v"
-    return "its rounds do not tell, as those of older versions of fedllm"
+        return "no second moment v in the clients"
+    return "not in metrics.jsonl, as in runs of older versions of fedllm"
 
 
 Panels = dict[tuple[str, str], list[Group]]  # the groups of a task and metric
@@ -133,7 +140,8 @@ def _compare(panels: Panels, plot: Plot, looks: dict[str, Look]) -> Figure:
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     note = _BAND if any(len(group.runs) > 1 for group in groups) else ""
     for axes, ((task, metric), members) in zip(grid, panels.items(), strict=False):
-        axes.set_title(task, pad=24 if one and note else None)
+        if metric not in plot.metrics[1:]:
+            axes.set_title(task, pad=24 if one and note else None)
         ends = _draw_panel(axes, members, metric, plot.over, looks)
         if named:
             label_ends(axes, ends)
@@ -154,7 +162,7 @@ def _draw_panel(axes: Axes, groups: Sequence[Group], metric: str, over: Axis, lo
     if metric == "update_norm":
         values = [value for group in groups for run in group.runs for value in run.curve(metric)[1]]
         if 0 < 20 * min(values) < max(values):
-            axes.set_yscale("log")
+            set_log(axes)
     ends = [_draw_group(axes, group, metric, over, scale, looks[group.name]) for group in groups]
     return ends + draw_targets(axes, [group.target for group in groups], metric)
 

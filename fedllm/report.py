@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from fedllm.client_plots import client_figure, without_clients
-from fedllm.console import console, say, warn
+from fedllm.console import console, say, stage, warn
 from fedllm.errors import RunError, UserError
 from fedllm.folders import read_runs
 from fedllm.groups import Group, group_runs
@@ -52,7 +52,9 @@ def report(
     for table in summary.tables(console.width):
         console.print("", table)
     console.print()
-    drawn, lacking = _draw(groups) if {"html", *_PICTURES} & {*formats} else ({}, [])
+    pictures = [kind for kind in formats if kind in _PICTURES]
+    with stage("drawing the figures"):
+        drawn, lacking = _draw(groups) if pictures or "html" in formats else ({}, [])
     for line in lacking:
         say(line, "dim")
     texts = {"md": ("summary.md", summary.markdown), "csv": ("summary.csv", summary.csv)}
@@ -64,8 +66,10 @@ def report(
         for name, text in (texts[kind] for kind in formats if kind in texts):
             written.append(out / name)
             replace_text(written[-1], text())
-        pictures = [kind for kind in formats if kind in _PICTURES]
-        written += [save(figure, out / f"{name}.{kind}") for name, figure in drawn.items() for kind in pictures]
+        with stage("writing the figures") as progress:
+            for done, (name, figure) in enumerate(drawn.items()):
+                progress("figures", done, len(drawn))
+                written += [save(figure, out / f"{name}.{kind}") for kind in pictures]
     except OSError as error:
         raise RunError(f"{out} could not be written: {error}") from error
     say(f"written to {out}: {', '.join(path.name for path in written)}")
