@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fedllm import __version__
-from fedllm.groups import Group
+from fedllm.groups import Group, full_name
 from fedllm.inline import VARIABLES, inline_svg
 from fedllm.look import metric_name
 from fedllm.plots import PLOTS
@@ -17,6 +17,8 @@ from fedllm.results import Run, compared, printable, setting_text
 from fedllm.summary import WORDS, Summary
 
 Settings = dict[tuple[str, str], str]
+_TOLD = ("machine", "versions")  # sections of result.json; an unfinished run has none
+_HALF = 7  # inches: what a figure may measure that shares the page's width with another
 
 _CLIENTS = (
     "Clients' labels",
@@ -66,13 +68,14 @@ def page(
         "settings": ("Settings", _settings(groups)),
         "left-out": ("Left out", _left_out(problems, lacking)),
     }
+    caption = summary.caption.removeprefix(f"{tasks}; ")
     count = sum(len(group.runs) for group in groups)
     about = [f"{count} run{'s' * (count > 1)} in {len(groups)} group{'s' * (len(groups) > 1)}."]
     about += [f"{len(problems)} folder{'s' * (len(problems) > 1)} left out."] if problems else []
     links = (tag("a", title, href=f"#{name}") for name, (title, _) in sections.items())
     body = _join(
         [
-            tag("header", tag("h1", tasks), tag("p", f"{summary.caption}. {' '.join(about)}"), tag("nav", *links)),
+            tag("header", tag("h1", tasks), tag("p", " ".join([f"{caption}.", *about])), tag("nav", *links)),
             *(tag("section", tag("h2", title), inner, id=name) for name, (title, inner) in sections.items()),
             tag("footer", f"fedllm {__version__}"),
         ]
@@ -100,13 +103,14 @@ def _figures(figures: Mapping[str, Figure]) -> Html:
     for name, figure in figures.items():
         title, caption = about[name]
         drawn = Html(inline_svg(figure, name, title))
-        shown.append(tag("figure", tag("h3", title), drawn, tag("figcaption", caption)))
-    return _join(shown)
+        size = "wide" if figure.get_figwidth() > _HALF else "half"
+        shown.append(tag("figure", tag("h3", title), drawn, tag("figcaption", caption), class_=size))
+    return tag("div", *shown, class_="figures")
 
 
 def _runs(groups: Sequence[Group]) -> Html:
     headings = ["folder", "group", "seed", "rounds", "best", "in round", "final", "to target", "state"]
-    rows = [(str(run.folder), group.name, *_outcome(run)) for group in groups for run in group.runs]
+    rows = [(str(run.folder), full_name(group, groups), *_outcome(run)) for group in groups for run in group.runs]
     return _grid(headings, rows, ["folder", "group", "state"])
 
 
@@ -124,11 +128,13 @@ def _number(value: float | None) -> str:
 def _settings(groups: Sequence[Group]) -> Html:
     """What all groups share, then what each has of its own."""
     settings = [_all_settings(group) for group in groups]
-    shared = {where: text for where, text in settings[0].items() if all(s.get(where) == text for s in settings)}
+    union = {where: text for own in settings for where, text in own.items()}
+    silent = {where: text for where, text in union.items() if where[0] in _TOLD}
+    shared = {where: text for where, text in union.items() if all({**silent, **s}.get(where) == text for s in settings)}
     parts = [tag("h3", "Shared by all groups" if len(groups) > 1 else "All settings"), _listed(shared)]
     for group, own in zip(groups, settings, strict=True):
         if rest := {where: text for where, text in own.items() if where not in shared}:
-            parts += [tag("h3", f"{group.task} · {group.label}"), _listed(rest)]
+            parts += [tag("h3", full_name(group, groups)), _listed(rest)]
     return _join(parts)
 
 
@@ -136,7 +142,7 @@ def _all_settings(group: Group) -> Settings:
     """The recipe, but for seed and folders, the metric, and where and with what the runs were made."""
     found = {where: setting_text(value) for where, value in compared(group.runs[0].recipe).items()}
     found["eval", "metric"] = metric_name(group.metric) or "not evaluated yet"
-    for section in ("machine", "versions"):
+    for section in _TOLD:
         told = [run.result.get(section) for run in group.runs]
         facts: list[dict[str, Any]] = [fact for fact in told if isinstance(fact, dict)]
         for key in dict.fromkeys(key for fact in facts for key in fact):
@@ -182,8 +188,9 @@ _HEAD = """<!DOCTYPE html>
 """
 
 _CSS = """
-body { margin: 0 auto; padding: 2.5rem 1.5rem; max-width: 68rem; background: var(--paper); color: var(--ink);
-  font: 15px/1.55 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; overflow-wrap: anywhere }
+body { margin: 0 auto; padding: 2.5rem 1.5rem; max-width: 76rem; background: var(--paper); color: var(--ink);
+  font: 15px/1.55 system-ui, "Segoe UI", "DejaVu Sans", sans-serif }
+h1, h3, p, td.word, dd, li { overflow-wrap: anywhere }
 h1 { margin: 0; font-size: 1.7rem; line-height: 1.25 }
 h2 { margin: 2.8rem 0 .8rem; padding-bottom: .25rem; border-bottom: 1px solid var(--grid); font-size: 1.2rem }
 h3 { margin: 1.6rem 0 .5rem; font-size: 1rem }
@@ -192,16 +199,21 @@ nav { margin-top: .9rem; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem }
 a { color: var(--line0); text-decoration: none }
 a:hover { text-decoration: underline }
 .scroll { overflow-x: auto }
-table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums }
-th, td { padding: .32rem .8rem .32rem 0; text-align: left; vertical-align: baseline;
+table { border-collapse: collapse; font-size: .82rem; line-height: 1.4; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem 1rem .3rem 0; text-align: left; vertical-align: baseline;
   border-bottom: 1px solid var(--grid) }
 th { color: var(--faint); font-weight: 600 }
-th, .number { white-space: nowrap }
+th { vertical-align: bottom }
+td.number { white-space: nowrap }
 .number { text-align: right }
+:is(th, td):last-child { padding-right: 0 }
 td.word { min-width: 8rem }
 .note, figcaption { max-width: 46rem; color: var(--faint); font-size: .86rem }
-figure { margin: 2rem 0 0 }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 34rem), 1fr)); gap: 2.2rem 2.5rem }
+figure { margin: 0; min-width: 0 }
 figure h3 { margin-top: 0 }
+.wide { grid-column: 1 / -1; overflow-x: auto }
+.wide svg { min-width: 44rem }
 figcaption { margin-top: .5rem }
 svg { display: block; max-width: 100%; height: auto }
 dl { display: grid; grid-template-columns: 7rem 1fr; gap: .25rem 1rem; margin: 0; font-size: .86rem }
@@ -213,7 +225,10 @@ footer { margin-top: 3rem; color: var(--faint); font-size: .86rem }
 @media print {
   body { padding: 0; max-width: none; font-size: 10pt }
   nav { display: none }
-  .scroll { overflow: visible }
+  .scroll, .wide { overflow: visible }
+  .figures { display: block }
+  figure { margin-bottom: 1.4rem }
+  .wide svg { min-width: 0 }
   table { font-size: 7.5pt }
   th, td { padding-right: .4rem; white-space: normal }
   figure, tr, dl { break-inside: avoid }
