@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 
-from matplotlib.figure import Figure
-
-from fedllm.look import COLOURS, FAINT, GRID, INK, PAPER, svg
+from fedllm.look import COLOURS, FAINT, GRID, INK, PAPER
 
 # Each colour of a figure is a variable of the page: its name, and what it is on light and on dark.
 _DARK = ("#4FA8E0", "#F2803A", "#2FC79B", "#E59CC6", "#F0B429", "#8CCBF2", "#E8EAED")
@@ -20,10 +18,11 @@ VARIABLES = {
 _NAMES = {light.lower(): name for name, (light, _) in VARIABLES.items()}
 
 
-def inline_svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an <svg> element whose ids start with `name`, so that a page may hold several. title: plain text
-    without markup, for those who cannot see it."""
-    text = svg(figure)
+def inline_svg(text: str, name: str, title: str) -> str:
+    """A figure's SVG file (look.svg) as an element whose ids start with `name`, so that a page may hold several.
+
+    title: plain text without markup, for those who cannot see it.
+    """
     text = text[text.index("<svg") :]
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", text)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from fedllm import __version__
 from fedllm.groups import Group, full_name
@@ -18,7 +17,7 @@ from fedllm.summary import WORDS, Summary
 
 Settings = dict[tuple[str, str], str]
 _TOLD = ("machine", "versions")  # sections of result.json; an unfinished run has none
-_HALF = 7  # inches: what a figure may measure that shares the page's width with another
+_HALF = 540  # points: what a figure may measure that shares the page's width with another
 
 _CLIENTS = (
     "Clients' labels",
@@ -53,11 +52,11 @@ def _escape(text: str) -> str:
 def page(
     summary: Summary,
     groups: Sequence[Group],
-    figures: Mapping[str, Figure],
+    figures: Mapping[str, str],
     problems: Sequence[str],
     lacking: Sequence[str],
 ) -> str:
-    """The text of the page. figures: those of plots.PLOTS and `client_labels`, by name. problems: a line for each
+    """The text of the page. figures: SVG of those of plots.PLOTS and of `client_labels`. problems: a line for each
     folder that was left out. lacking: a line for each figure that lacks some groups.
     """
     tasks = ", ".join(dict.fromkeys(group.task for group in groups))
@@ -97,14 +96,18 @@ def _table(summary: Summary) -> Html:
     return _join([_grid(summary.headings, summary.rows, WORDS), tag("p", _COLUMNS, class_="note")])
 
 
-def _figures(figures: Mapping[str, Figure]) -> Html:
+def _figures(figures: Mapping[str, str]) -> Html:
     about = {**{name: (plot.title, plot.caption) for name, plot in PLOTS.items()}, "client_labels": _CLIENTS}
     shown = []
-    for name, figure in figures.items():
+    for name, text in figures.items():
         title, caption = about[name]
-        drawn = Html(inline_svg(figure, name, title))
-        size = "wide" if figure.get_figwidth() > _HALF else "half"
-        shown.append(tag("figure", tag("h3", title), drawn, tag("figcaption", caption), class_=size))
+        width = re.search(r'width="([\d.]+)pt"', text)
+        size = "wide" if width and float(width[1]) > _HALF else "half"
+        shown.append(
+            tag(
+                "figure", tag("h3", title), Html(inline_svg(text, name, title)), tag("figcaption", caption), class_=size
+            )
+        )
     return tag("div", *shown, class_="figures")
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from fedllm import plots
 from fedllm.client_plots import client_figure, without_clients
 from fedllm.console import console, say, stage, warn
 from fedllm.errors import RunError, UserError
 from fedllm.folders import read_runs
 from fedllm.groups import Group, group_runs
-from fedllm.look import save
+from fedllm.look import save, svg
 from fedllm.page import page
-from fedllm.plots import figures, undrawn
 from fedllm.state import replace_text
 from fedllm.summary import Target, summarise
 
 FORMATS = ("html", "md", "csv", "tex", "png", "svg")
-_PICTURES = ("png", "svg")
+_DRAWN = {"html", "png", "svg"}
 
 
 def report(
@@ -52,35 +52,45 @@ def report(
     for table in summary.tables(console.width):
         console.print("", table)
     console.print()
-    pictures = [kind for kind in formats if kind in _PICTURES]
-    with stage("drawing the figures"):
-        drawn, lacking = _draw(groups) if pictures or "html" in formats else ({}, [])
+    figures, lacking = _draw(groups) if _DRAWN & {*formats} else ({}, [])
     for line in lacking:
         say(line, "dim")
-    texts = {"md": ("summary.md", summary.markdown), "csv": ("summary.csv", summary.csv)}
-    texts |= {"tex": ("summary.tex", summary.latex)}
-    texts |= {"html": ("report.html", lambda: page(summary, groups, drawn, problems, lacking))}
-    written = []
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name, text in (texts[kind] for kind in formats if kind in texts):
-            written.append(out / name)
-            replace_text(written[-1], text())
-        with stage("writing the figures") as progress:
-            for done, (name, figure) in enumerate(drawn.items()):
-                progress("figures", done, len(drawn))
-                written += [save(figure, out / f"{name}.{kind}") for kind in pictures]
+        svgs, pictures = _render(figures, out if "png" in formats else None)
+        texts = {
+            "html": {"report.html": page(summary, groups, svgs, problems, lacking)},
+            "md": {"summary.md": summary.markdown()},
+            "csv": {"summary.csv": summary.csv()},
+            "tex": {"summary.tex": summary.latex()},
+            "svg": {f"{name}.svg": text for name, text in svgs.items()},
+        }
+        asked = {name: text for kind in formats for name, text in texts.get(kind, {}).items()}
+        for name, text in asked.items():
+            replace_text(out / name, text)
     except OSError as error:
         raise RunError(f"{out} could not be written: {error}") from error
+    written = [*(out / name for name in asked), *pictures]
     say(f"written to {out}: {', '.join(path.name for path in written)}")
     return written
+
+
+def _render(figures: Mapping[str, Figure], out: Path | None) -> tuple[dict[str, str], list[Path]]:
+    """The figures as texts of SVG files, and as PNG files in a folder."""
+    svgs, pictures = {}, []
+    with stage("drawing the figures") as progress:
+        for done, (name, figure) in enumerate(figures.items()):
+            progress("figures", done, len(figures))
+            svgs[name] = svg(figure)
+            pictures += [save(figure, out / f"{name}.png")] if out else []
+    return svgs, pictures
 
 
 def _draw(groups: Sequence[Group]) -> tuple[dict[str, Figure], list[str]]:
     """The figures by the names of their files, and a line for each that lacks some groups."""
     clients = client_figure(groups)
-    drawn = {**figures(groups), **({} if clients is None else {"client_labels": clients})}
-    return drawn, [*undrawn(groups), *without_clients(groups)]
+    drawn = {**plots.figures(groups), **({} if clients is None else {"client_labels": clients})}
+    return drawn, [*plots.undrawn(groups), *without_clients(groups)]
 
 
 def parse_target(text: str) -> Target:

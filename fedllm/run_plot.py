@@ -24,7 +24,7 @@ from fedllm.look import (
     set_axis,
     under_title,
 )
-from fedllm.results import Run, printable
+from fedllm.results import Run, printable, setting_text
 
 
 def plot_run(folder: str | Path) -> Path:
@@ -90,9 +90,10 @@ def partition_words(section: dict[str, Any]) -> str:
         return printable(f"clients of {Path(str(section['file'])).name}")
     if section["scheme"] == "by_column":
         return printable(f"a client for each {section.get('column')}")
+    alpha = setting_text(section.get("alpha"))
     schemes = {
-        "dirichlet_classes": f"Dirichlet({section.get('alpha')}) over classes",
-        "dirichlet_clients": f"Dirichlet({section.get('alpha')}) over clients",
+        "dirichlet_classes": f"Dirichlet({alpha}) over classes",
+        "dirichlet_clients": f"Dirichlet({alpha}) over clients",
         "shards": f"{section.get('shards_per_client')} shards a client",
         "iid": "IID",
     }
