@@ -13,7 +13,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
 from fedllm.groups import Group, full_name
-from fedllm.look import COLOURS, FAINT, STYLE, set_log
+from fedllm.look import COLOURS, FAINT, STYLE, set_log, short
 from fedllm.plots import drawn_without
 from fedllm.results import ClientData, Run, printable
 from fedllm.run_plot import partition_words
@@ -41,7 +41,7 @@ def client_figure(groups: Sequence[Group]) -> Figure | None:
         for part, (title, run) in zip(parts, panels.items(), strict=False):
             assert run.clients is not None
             top, bottom = part.subplots(2, 1, sharex=True, height_ratios=(0.55, _height(run.clients) - 0.3))
-            top.set_title(title)
+            top.set_title(short(title, 90))
             _draw_sizes(top, run.clients)
             _draw_classes(bottom, run.clients)
             part.align_ylabels()
@@ -100,7 +100,7 @@ def _draw_classes(axes: Axes, clients: ClientData) -> None:
         return
     counts = np.array(clients.counts, dtype=float)
     shares = counts / counts.sum(axis=1, keepdims=True).clip(min=1)
-    names = [printable(name) for name in clients.classes]
+    names = [short(printable(name), 28) for name in clients.classes]
     if len(names) <= _STACKED:
         edges = np.concatenate([np.zeros((len(shares), 1)), shares.cumsum(axis=1)], axis=1)
         for i in range(len(names)):

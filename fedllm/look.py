@@ -79,6 +79,11 @@ def metric_name(metric: str) -> str:
     return _NAMES.get(metric, printable(metric).replace("_", " "))
 
 
+def short(text: str, length: int) -> str:
+    """The text, or its beginning where it is longer: a figure has room for a name, not for anything."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 def set_axis(axes: Axes, over: Axis, longest: float) -> float:
     """Labels the x axis with its unit, fit for values up to `longest`, and returns what one of that unit is."""
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=over == "round", steps=[1, 2, 5, 10], min_n_ticks=1))

@@ -26,6 +26,7 @@ from fedllm.look import (
     metric_name,
     set_axis,
     set_log,
+    short,
     under_title,
 )
 from fedllm.results import Axis, Run
@@ -141,7 +142,7 @@ def _compare(panels: Panels, plot: Plot, looks: dict[str, Look]) -> Figure:
     note = _BAND if any(len(group.runs) > 1 for group in groups) else ""
     for axes, ((task, metric), members) in zip(grid, panels.items(), strict=False):
         if metric not in plot.metrics[1:]:
-            axes.set_title(task, pad=24 if one and note else None)
+            axes.set_title(short(task, 40), pad=24 if one and note else None)
         ends = _draw_panel(axes, members, metric, plot.over, looks)
         if named:
             label_ends(axes, ends)
@@ -157,7 +158,7 @@ def _compare(panels: Panels, plot: Plot, looks: dict[str, Look]) -> Figure:
 
 def _draw_panel(axes: Axes, groups: Sequence[Group], metric: str, over: Axis, looks: dict[str, Look]) -> list[End]:
     """The lines of one task and metric, its targets and its axes; norms far apart on a logarithmic axis."""
-    axes.set_ylabel(metric_name(metric))
+    axes.set_ylabel(short(metric_name(metric), 36))
     scale = set_axis(axes, over, max(run.curve(metric, over)[0][-1] for group in groups for run in group.runs))
     if metric == "update_norm":
         values = [value for group in groups for run in group.runs for value in run.curve(metric)[1]]
@@ -189,7 +190,7 @@ def _look(group: Group, look: Look) -> Look:
 
 
 def _legend_name(group: Group) -> str:
-    return f"{group.name}, unfinished" if group.note else group.name
+    return short(group.name, 100) + (", unfinished" if group.note else "")
 
 
 def _draw_group(axes: Axes, group: Group, metric: str, over: Axis, scale: float, look: Look) -> End:

@@ -22,6 +22,7 @@ from fedllm.look import (
     metric_name,
     save,
     set_axis,
+    short,
     under_title,
 )
 from fedllm.results import Run, printable, setting_text
@@ -37,7 +38,7 @@ def plot_run(folder: str | Path) -> Path:
         figure = Figure(figsize=(7.2, 5.0), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
         _draw_score(top, run)
-        top.set_title(f"{run.algorithm} on {run.task}", pad=38, fontsize=12)
+        top.set_title(short(f"{run.algorithm} on {run.task}", 80), pad=38, fontsize=12)
         under_title(top, subtitle(run))
         x, y = run.curve("train_loss")
         bottom.plot(x, y, color=INK, linewidth=1.2, marker=marker(len(x)))
@@ -50,7 +51,7 @@ def plot_run(folder: str | Path) -> Path:
 def _draw_score(axes: Axes, run: Run) -> None:
     """The headline score of one run with its last value, its best where that is another, and the target."""
     x, y = run.curve(run.primary)
-    axes.set_ylabel(metric_name(run.primary) or "score")
+    axes.set_ylabel(short(metric_name(run.primary), 36) or "score")
     if not x:
         axes.annotate("not evaluated yet", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
         return
