@@ -135,9 +135,11 @@ def _compare(panels: Panels, plot: Plot, looks: dict[str, Look]) -> Figure:
     columns = min(len(plot.metrics) if len(plot.metrics) > 1 else 3, len(panels))
     rows = math.ceil(len(panels) / columns)
     height = 3.9 if one else 2.6 * rows
-    legend_columns = max(2, columns) if any(len(_legend_name(group)) > 40 for group in groups) else 3
+    width = 6.8 if one else 3.4 * columns
+    longest = max(len(_legend_name(group)) for group in groups)
+    legend_columns = max(1, min(3, int(14 * width / (longest + 6))))  # 14 letters an inch, 6 for the line before a name
     legend_height = 0 if named else 0.2 * (len(groups) / legend_columns + 1)
-    figure = Figure(figsize=(6.8 if one else 3.4 * columns, height + legend_height), layout="constrained")
+    figure = Figure(figsize=(width, height + legend_height), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     note = _BAND if any(len(group.runs) > 1 for group in groups) else ""
     for axes, ((task, metric), members) in zip(grid, panels.items(), strict=False):

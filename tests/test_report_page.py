@@ -147,12 +147,6 @@ def test_figures_take_the_colours_of_the_page(full):
     assert {*re.findall(r"var\(--(\w+)\)", inline)} >= {"ink", "faint", "grid", "paper", "line0", "line1"}
 
 
-def test_the_same_runs_make_the_same_page(tmp_path):
-    folder = make_run(tmp_path / "a", counts=COUNTS)
-    first, second = (report([folder], tmp_path / name, formats=["html"])[0].read_bytes() for name in "xy")
-    assert first == second
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: the page was not opened in a browser")
 def test_a_browser_shows_what_was_written(full, tmp_path):
     """The browser finds the elements that were written and no others, runs nothing, and complains about nothing."""
