@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from fedllm.groups import Group, full_name
 from fedllm.look import COLOURS, FAINT, STYLE, set_log, short
 from fedllm.plots import drawn_without
-from fedllm.results import ClientData, Run, printable
+from fedllm.results import ClientData, printable
 from fedllm.run_plot import partition_words
 
 _STACKED = len(COLOURS)  # classes told apart by colour; of more, each has a row of its own
@@ -34,16 +34,15 @@ def client_figure(groups: Sequence[Group]) -> Figure | None:
     columns = 1 if len(panels) <= 3 else 2
     rows = -(-len(panels) // columns)
     with mpl.rc_context({**STYLE, "axes.grid": False}):
-        heights = [0.9 + _height(run.clients) for run in panels.values() if run.clients]
+        heights = [0.9 + _height(clients) for clients in panels.values()]
         tallest = [max(heights[row * columns : (row + 1) * columns]) for row in range(rows)]
         figure = Figure(figsize=(6.8 if columns == 1 else 9.6, sum(tallest)), layout="constrained")
         parts = figure.subfigures(rows, columns, squeeze=False, height_ratios=tallest).flatten()
-        for part, (title, run) in zip(parts, panels.items(), strict=False):
-            assert run.clients is not None
-            top, bottom = part.subplots(2, 1, sharex=True, height_ratios=(0.55, _height(run.clients) - 0.3))
+        for part, (title, clients) in zip(parts, panels.items(), strict=False):
+            top, bottom = part.subplots(2, 1, sharex=True, height_ratios=(0.55, _height(clients) - 0.3))
             top.set_title(short(title, 90))
-            _draw_sizes(top, run.clients)
-            _draw_classes(bottom, run.clients)
+            _draw_sizes(top, clients)
+            _draw_classes(bottom, clients)
             part.align_ylabels()
     return figure
 
@@ -55,25 +54,25 @@ def without_clients(groups: Sequence[Group]) -> list[str]:
     return [drawn_without("Clients' labels", silent, len(groups), why)] if silent else []
 
 
-def _partitions(groups: Sequence[Group]) -> dict[str, Run]:
-    """The first run of every partition, by a title that no other has."""
-    found: list[Run] = []
+def _partitions(groups: Sequence[Group]) -> dict[str, ClientData]:
+    """The clients of every partition of every task once, by a title that no other has."""
+    found: dict[str, ClientData] = {}
+    drawn: list[tuple[str, ClientData]] = []
     for run in (run for group in groups for run in group.runs):
-        if run.clients and not any(run.task == other.task and run.clients == other.clients for other in found):
-            found.append(run)
-    titled: dict[str, Run] = {}
-    for run in found:
+        if run.clients is None or (run.task, run.clients) in drawn:
+            continue
+        drawn.append((run.task, run.clients))
         section = run.recipe["partition"]
         title = f"{run.task} · {partition_words(section)}"
-        if title in titled:
-            title += printable(f" · partition seed {section.get('seed')}")
-        titled[title if title not in titled else f"{title} · {printable(run.folder.name)}"] = run
-    return titled
+        seeded = printable(f"{title} · partition seed {section.get('seed')}")
+        foldered = printable(f"{title} · {run.folder}")
+        found[next(name for name in (title, seeded, foldered) if name not in found)] = run.clients
+    return found
 
 
-def _height(clients: ClientData | None) -> float:
+def _height(clients: ClientData) -> float:
     """Inches for the classes."""
-    classes = len(clients.classes) if clients and clients.counts else 0
+    classes = len(clients.classes) if clients.counts else 0
     return 1.5 if classes <= _STACKED else min(0.17 * classes + 0.5, 6)
 
 

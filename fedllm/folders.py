@@ -13,9 +13,8 @@ from fedllm.errors import UserError
 from fedllm.results import ClientData, Run, Sections, is_number, printable, recipe_key, rounds_to
 
 _COSTS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
-_LINE_KEYS = ("round", *_COSTS)
 _DRIFT = ("update_norm", "mean_update_norm", "update_cosine", "v_spread")
-_NOT_SCORES = {*_LINE_KEYS, *_DRIFT, "train_loss", "clients", "rejected", "eval_loss", "eval_seconds"}
+_NOT_SCORES = {"round", *_COSTS, *_DRIFT, "train_loss", "clients", "rejected", "eval_loss", "eval_seconds"}
 
 _Check = tuple[str, Callable[[Any], bool]]  # what is expected, in words and as a test
 
@@ -40,7 +39,6 @@ _TARGET: _Check = (
     "null or a number for each metric",
     lambda value: value is None or (_numbers_by_name(value) and None not in value.values()),
 )
-_ANYTHING: _Check = ("", lambda value: True)
 _RECIPE: dict[str, _Check] = {
     "algorithm.name": _WORD,
     "data.name": _WORD_OR_NULL,
@@ -50,6 +48,7 @@ _RECIPE: dict[str, _Check] = {
     "federation.rounds": _WHOLE,
     "federation.clients_per_round": _WHOLE,
 }
+_LINE: dict[str, _Check] = {"round": _WHOLE, **dict.fromkeys(_COSTS, _NUMBER)}
 _RESULT: dict[str, _Check] = {
     "status": _WORD,
     "primary": _WORD,
@@ -61,6 +60,7 @@ _RESULT: dict[str, _Check] = {
     "target": _TARGET,
     "rounds": _WHOLE,
     "rounds_to_target": ("a whole number or null", lambda value: value is None or _whole(value)),
+    "totals": (f"numbers {', '.join(_COSTS)}", lambda value: isinstance(value, dict) and _has_costs(value)),
 }
 _PARTITION: dict[str, _Check] = {
     "sizes": ("a list of whole numbers", lambda value: bool(value) and _list_of(_count, value)),
@@ -73,7 +73,11 @@ _PARTITION: dict[str, _Check] = {
 
 
 def _count(value: Any) -> bool:
-    return _whole(value) and value >= 0
+    return _whole(value) and 0 <= value < 2**53
+
+
+def _has_costs(totals: dict[str, Any]) -> bool:
+    return all(is_number(totals.get(name)) for name in _COSTS)
 
 
 def _is_best(best: dict[str, Any]) -> bool:
@@ -177,9 +181,7 @@ def _read_rounds(path: Path, *, torn: bool) -> list[dict[str, Any]]:
             if torn and number == len(lines):
                 break
             raise _DamagedError(f"metrics.jsonl, line {number} is not JSON: {error}; damaged") from error
-        rounds.append(
-            _checked(line, {"round": _WHOLE, **dict.fromkeys(_COSTS, _NUMBER)}, f"metrics.jsonl, line {number}")
-        )
+        rounds.append(_checked(line, _LINE, f"metrics.jsonl, line {number}"))
         if len(rounds) > 1 and line["round"] <= rounds[-2]["round"]:
             before = rounds[-2]["round"]
             raise _DamagedError(f"metrics.jsonl, line {number}: round {line['round']} after round {before}; damaged")
@@ -189,9 +191,7 @@ def _read_rounds(path: Path, *, torn: bool) -> list[dict[str, Any]]:
 
 
 def _read_result(path: Path) -> dict[str, Any]:
-    result = _checked(_read_json(path), {**_RESULT, "totals": _ANYTHING}, path.name)
-    _checked(result["totals"], dict.fromkeys(_COSTS, _NUMBER), "result.json: totals")
-    return result
+    return _checked(_read_json(path), _RESULT, path.name)
 
 
 def _read_clients(path: Path) -> ClientData | None:
@@ -226,7 +226,7 @@ def _checked(found: Any, checks: dict[str, _Check], where: str, verdict: str = "
 
 def _brief(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _so_far(rounds: Sequence[dict[str, Any]], target: dict[str, float] | None) -> dict[str, Any]:

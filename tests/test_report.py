@@ -74,7 +74,10 @@ def _line(number: int) -> str:
 BROKEN = {
     "cut result": (edit("result.json", '"seed"', "}{"), "result.json is not JSON"),
     "result without totals": (edit("result.json", '"totals"', '"other"'), "result.json lacks totals"),
-    "totals without bytes": (edit("result.json", '"bytes_up"', '"up"'), "result.json: totals lacks bytes_up"),
+    "totals without bytes": (
+        edit("result.json", '"bytes_up"', '"up"'),
+        "expected numbers bytes_up, bytes_down",
+    ),
     "final is a number": (
         edit("result.json", '{"accuracy": 0.8}', "0.8"),
         "result.json: final is 0.8, expected a number for each metric",
