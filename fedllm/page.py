@@ -103,11 +103,8 @@ def _figures(figures: Mapping[str, str]) -> Html:
         title, caption = about[name]
         width = re.search(r'width="([\d.]+)pt"', text)
         size = "wide" if width and float(width[1]) > _HALF else "half"
-        shown.append(
-            tag(
-                "figure", tag("h3", title), Html(inline_svg(text, name, title)), tag("figcaption", caption), class_=size
-            )
-        )
+        parts = (tag("h3", title), Html(inline_svg(text, name, title)), tag("figcaption", caption))
+        shown.append(tag("figure", *parts, class_=size))
     return tag("div", *shown, class_="figures")
 
 
@@ -205,8 +202,7 @@ a:hover { text-decoration: underline }
 table { border-collapse: collapse; font-size: .82rem; line-height: 1.4; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem 1rem .3rem 0; text-align: left; vertical-align: baseline;
   border-bottom: 1px solid var(--grid) }
-th { color: var(--faint); font-weight: 600 }
-th { vertical-align: bottom }
+th { color: var(--faint); font-weight: 600; vertical-align: bottom }
 td.number { white-space: nowrap }
 .number { text-align: right }
 :is(th, td):last-child { padding-right: 0 }

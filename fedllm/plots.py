@@ -141,9 +141,10 @@ def _compare(panels: Panels, plot: Plot, looks: dict[str, Look]) -> Figure:
     legend_height = 0 if named else 0.2 * (len(groups) / legend_columns + 1)
     figure = Figure(figsize=(width, height + legend_height), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    first = dict(reversed(panels))
     note = _BAND if any(len(group.runs) > 1 for group in groups) else ""
     for axes, ((task, metric), members) in zip(grid, panels.items(), strict=False):
-        if metric not in plot.metrics[1:]:
+        if not plot.metrics or first[task] == metric:
             axes.set_title(short(task, 40), pad=24 if one and note else None)
         ends = _draw_panel(axes, members, metric, plot.over, looks)
         if named:

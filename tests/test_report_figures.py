@@ -162,7 +162,11 @@ def test_client_drift_and_the_spread_of_v(tmp_path):
 
 def test_what_no_group_has_is_not_drawn_and_said(tmp_path):
     groups = groups_of(make_run(tmp_path / "a", scores=(None,), finished=False, update_norm=[1], update_cosine=[None]))
-    assert list(figures(groups)) == ["train_loss", "client_drift"]
+    drawn = figures(groups)
+    assert list(drawn) == ["train_loss", "client_drift"]
+    assert [(axes.get_title("left"), axes.get_ylabel()) for axes in drawn["client_drift"].axes] == [
+        ("glue/sst2", "norm of a client's update")
+    ]
     assert undrawn(groups) == [
         "Score: not drawn (not evaluated yet)",
         "Client drift: not drawn (no value in any round)",
