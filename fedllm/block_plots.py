@@ -18,7 +18,7 @@ from fedllm.blocks import BlockPartition
 from fedllm.blocks.layout import Run, Tile
 from fedllm.blocks.wrappers import readable
 from fedllm.errors import UserError
-from fedllm.plots import save
+from fedllm.look import save
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _LOOK: dict[Any, Any] = {"font.size": 9.0, "text.color": "#333333"}

@@ -79,9 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     suite.add_argument("--recipes", type=Path, default=Path("recipes"), help="folder of the recipes (default recipes)")
     suite.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs and the table (default runs)")
 
-    report = _command(commands, "report", _report, "tables and curves of run folders")
+    report = _command(commands, "report", _report, "tables, figures and a page of run folders")
     report.add_argument("runs", nargs="+", type=Path, help="run folders")
-    report.add_argument("--out", type=Path, help="folder for tables and figures")
+    report.add_argument("--out", type=Path, help="folder for them; default report beside the first run")
     report.add_argument(
         "--target", action="append", default=[], metavar="METRIC=VALUE", help="count the rounds to it; may be repeated"
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fedllm.results import Run, Sections, compared, recipe_key, setting_text
+from fedllm.results import Run, Sections, compared, printable, recipe_key, setting_text
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return groups
 
 
+def full_name(group: Group, groups: Sequence[Group]) -> str:
+    """The group's label, with its task where there are several."""
+    return group.label if len({other.task for other in groups}) == 1 else f"{group.task} {group.label}"
+
+
 def _unfinished(run: Run) -> str:
     return f"seed {run.seed} unfinished, round {run.result['rounds']} of {run.recipe['federation']['rounds']}"
 
@@ -73,8 +79,12 @@ def _names(recipes: list[Sections]) -> list[str]:
         for where in sorted(places, key=lambda where: where[0] != "algorithm"):
             section, key = where
             others = kin if section == "algorithm" else settings
-            if len({setting_text(other.get(where)) for other in others}) > 1:
+            if len({_text(other, where) for other in others}) > 1:
                 prefix = "" if section == "algorithm" else f"{section}."
-                differing.append(f"{prefix}{key}={setting_text(mine.get(where))}")
-        names.append(" ".join([algorithm, ", ".join(differing)]).strip())
+                differing.append(printable(f"{prefix}{key}={_text(mine, where)}"))
+        names.append(" ".join([printable(algorithm), ", ".join(differing)]).strip())
     return names
+
+
+def _text(settings: dict[tuple[str, str], Any], where: tuple[str, str]) -> str:
+    return setting_text(settings[where]) if where in settings else "absent"

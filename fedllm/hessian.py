@@ -182,7 +182,7 @@ def run(
 ) -> list[Study]:
     """Studies each kind of model, and writes `hessian.json` and `hessian_<model>.png` and `.svg` into `out`."""
     from fedllm.hessian_plots import draw
-    from fedllm.plots import save
+    from fedllm.look import save
 
     if rounds < 1:
         raise UserError(f"--rounds: found {rounds}, expected 1 or more")

@@ -17,11 +17,11 @@ from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.export import save_adapter
 from fedllm.metrics import metric_for
-from fedllm.plots import plot_run
 from fedllm.recipe import FREE_KEYS, Recipe, load_recipe
 from fedllm.records import append_line, evaluate, partition_summary, round_line, run_result, start_costs
 from fedllm.results import rounds_to
 from fedllm.rounds import Federation, Plan, blank, run_round, sample, start
+from fedllm.run_plot import plot_run
 from fedllm.state import Checkpoints, Snapshot, replace_text
 from fedllm.trackers import Trackers, require_installed
 

@@ -19,8 +19,8 @@ from fedllm.console import console, say, warn
 from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.layers import read_layers
+from fedllm.look import metric_name
 from fedllm.models import check_available
-from fedllm.plots import metric_name
 from fedllm.processes import StoppedError
 from fedllm.recipe import Recipe, load_recipe
 from fedllm.run import RunResult, run

@@ -17,10 +17,11 @@ from fedllm.assemble import Shelf, with_dir
 from fedllm.console import say, warn
 from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
+from fedllm.folders import load_run
 from fedllm.processes import StoppedError
 from fedllm.recipe import Recipe, load_recipe
 from fedllm.report import report
-from fedllm.results import load_run, setting_text
+from fedllm.results import setting_text
 from fedllm.run import run
 from fedllm.settings import build, nearest, setting
 from fedllm.state import replace_text

@@ -1,83 +1,23 @@
-"""Runs read back, grouped, put into tables and drawn. Expected numbers are worked out by hand."""
+"""Runs read back, grouped and put into tables. Expected numbers are worked out by hand."""
 
 import csv
 import json
 import re
 import shutil
-from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Text
-from PIL import Image
+from made_runs import SCORES, column, groups_of, make_run
 from rich.console import Console
 
-from fedllm import plots
 from fedllm.cli import main
 from fedllm.console import console
 from fedllm.errors import UserError
+from fedllm.folders import load_run, read_runs
 from fedllm.groups import group_runs
-from fedllm.plots import figures, plot_run
-from fedllm.recipe import load_recipe
-from fedllm.report import report, summarise
-from fedllm.results import load_run, read_runs
-
-SCORES = (0.5, 0.7, 0.9, 0.8)
-
-
-def make_run(
-    folder: Path, *overrides: str, scores=SCORES, algorithm="fadamgc", task="glue/sst2", metric="accuracy",
-    target: float | None = 0.85, seed=0, finished=True, torn=False,
-) -> Path:  # fmt: skip
-    """A run folder as fedllm.run leaves it; round t sends 1000 bytes up, 500 down, and takes 2 s, simulated 3 s.
-
-    scores: the headline metric of each round, None for a round without an evaluation.
-    """
-    folder.mkdir(parents=True)
-    given_recipe = folder / "recipe.yaml"
-    given_recipe.write_text(yaml.safe_dump({"data": {"name": task}, "algorithm": {"name": algorithm}}))
-    wanted = "null" if target is None else f"{{{metric}: {target}}}"
-    more = (f"run.seed={seed}", f"eval.target={wanted}", f"federation.rounds={len(scores)}")
-    given_recipe.write_text(load_recipe(given_recipe, [*more, *overrides]).yaml())
-    lines = []
-    for number, score in enumerate(scores, 1):
-        line = {"round": number, "train_loss": 1 / number, "bytes_up": 1000, "bytes_down": 500, "seconds": 2.0,
-                "simulated_seconds": 3.0, "clients": [0, 1], "rejected": {}}  # fmt: skip
-        if score is not None:
-            line |= {"eval_loss": 1 - score, metric: score, "f1": score / 2, "eval_seconds": 0.1}
-        lines.append(line)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text + ('{"round": 99, "train_l' if torn else ""))
-    if finished:
-        scored = [line for line in lines if metric in line]
-        best = max(scored, key=lambda line: line[metric])
-        hits = [line["round"] for line in scored if target is not None and line[metric] >= target]
-        result = {
-            "status": "finished", "primary": metric, "algorithm": algorithm, "seed": seed,
-            "final": {metric: scored[-1][metric]}, "best": {metric: {"value": best[metric], "round": best["round"]}},
-            "target": None if target is None else {metric: target}, "rounds": len(lines),
-            "rounds_to_target": hits[0] if hits else None, "client_memory": {}, "versions": {},
-            "totals": {"bytes_up": 1000 * len(lines), "bytes_down": 500 * len(lines), "seconds": 2.0 * len(lines),
-                       "simulated_seconds": 3.0 * len(lines)},
-        }  # fmt: skip
-        (folder / "result.json").write_text(json.dumps(result))
-    return folder
-
-
-def groups_of(*folders: Path):
-    runs, problems = read_runs(folders)
-    assert not problems
-    return group_runs(runs)
-
-
-def column(groups, heading: str) -> list[str]:
-    summary = summarise(groups)
-    return [row[summary.headings.index(heading)] for row in summary.rows]
-
+from fedllm.report import report
+from fedllm.summary import summarise
 
 # Reading
 
@@ -122,17 +62,44 @@ def edit(name: str, old: str, new: str):
     return damage
 
 
+def _line(number: int) -> str:
+    """The last line of make_run's metrics.jsonl."""
+    return json.dumps({
+        "round": number, "train_loss": 1 / number, "bytes_up": 1000, "bytes_down": 500, "seconds": 2.0,
+        "simulated_seconds": 3.0, "clients": [0, 1], "rejected": {}, "eval_loss": 1 - SCORES[number - 1],
+        "accuracy": SCORES[number - 1], "f1": SCORES[number - 1] / 2, "eval_seconds": 0.1,
+    }) + "\n"  # fmt: skip
+
+
 BROKEN = {
     "cut result": (edit("result.json", '"seed"', "}{"), "result.json is not JSON"),
     "result without totals": (edit("result.json", '"totals"', '"other"'), "result.json lacks totals"),
-    "totals without bytes": (edit("result.json", '"bytes_up"', '"up"'), "result.json: totals lacks bytes_up"),
-    "final is a number": (edit("result.json", '{"accuracy": 0.8}', "0.8"), "result.json: final is float"),
+    "totals without bytes": (
+        edit("result.json", '"bytes_up"', '"up"'),
+        "expected numbers bytes_up, bytes_down",
+    ),
+    "final is a number": (
+        edit("result.json", '{"accuracy": 0.8}', "0.8"),
+        "result.json: final is 0.8, expected a number for each metric",
+    ),
     "torn in the middle": (edit("metrics.jsonl", "}\n", "\n"), "metrics.jsonl, line 1 is not JSON"),
     "line without bytes": (edit("metrics.jsonl", '"bytes_up": 1000, ', ""), "line 1 lacks bytes_up"),
     "bytes in words": (edit("metrics.jsonl", '"bytes_up": 1000', '"bytes_up": "many"'), "bytes_up is 'many'"),
     "no metrics": (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl has no rounds"),
     "broken recipe": (lambda folder: (folder / "recipe.yaml").write_text("a: [b"), "recipe.yaml is not YAML"),
     "another recipe": (lambda folder: (folder / "recipe.yaml").write_text("name: x"), "recipe.yaml has no sections"),
+    "cut at a line": (edit("metrics.jsonl", _line(4), ""), "metrics.jsonl ends with round 3, result.json with 4"),
+    "a round twice": (
+        edit("metrics.jsonl", '"round": 2', '"round": 1'),
+        "metrics.jsonl, line 2: round 1 after round 1",
+    ),
+    "no number of bytes": (edit("metrics.jsonl", '"bytes_up": 1000', '"bytes_up": NaN'), "bytes_up is nan, expected a"),
+    "best in words": (edit("result.json", '"value": 0.9', '"value": "high"'), "expected a value and a round for each"),
+    "target in words": (edit("result.json", '"target": {"accuracy": 0.85}', '"target": "high"'), "target is 'high'"),
+    "seed in words": (edit("recipe.yaml", "seed: 1", "seed: one"), "recipe.yaml: run.seed is 'one', expected a whole"),
+    "clients cut": (edit("partition.json", "]]", ""), "partition.json is not JSON"),
+    "a client without classes": (edit("partition.json", "[3, 1]", "[3]"), "counts has another form than clients x"),
+    "half a client": (edit("partition.json", "[3, 1]", "[3, 0.5]"), "counts is [[3, 0.5], [0, 2]], expected null or a"),
     "recipe without seed": (edit("recipe.yaml", "seed: 1", "sed: 1"), "recipe.yaml lacks run.seed"),
     "no recipe": (lambda folder: (folder / "recipe.yaml").unlink(), "not a run folder"),
     "gone": (shutil.rmtree, "no such folder"),
@@ -142,13 +109,31 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_damaged_folder_is_named_and_the_rest_goes_on(tmp_path, name):
     damage, reason = BROKEN[name]
-    good, bad = make_run(tmp_path / "good"), make_run(tmp_path / "bad", seed=1)
+    counts = [(3, 1), (0, 2)]
+    good, bad = (make_run(tmp_path / name, seed=i, counts=counts) for i, name in enumerate(("good", "bad")))
     damage(bad)
     runs, problems = read_runs([bad, good])
     assert [run.folder for run in runs] == [good]
     assert len(problems) == 1
     assert problems[0].startswith(f"{bad}: ")
     assert reason in problems[0]
+
+
+@pytest.mark.parametrize("junk", [None, True, [], {"a": [1]}, "x\n\x1b\ud800", float("nan"), 10**400], ids=ascii)
+def test_no_value_in_a_result_or_a_round_is_more_than_a_report_can_bear(tmp_path, junk):
+    """Either the folder is left out with a reason, or all tables can be made of it."""
+    good = make_run(tmp_path / "good")
+    for number, name in enumerate(("result.json", "metrics.jsonl"), 1):
+        text = (good / name).read_text().splitlines()
+        for key in json.loads(text[0]):
+            bad = make_run(tmp_path / f"{number}{key}", seed=number)
+            (bad / name).write_text("\n".join([json.dumps({**json.loads(text[0]), key: junk}), *text[1:]]))
+            runs, problems = read_runs([good, bad])
+            assert len(runs) + len(problems) == 2
+            summary = summarise(group_runs(runs))
+            for written in (summary.markdown(), summary.csv(), summary.latex(), *problems):
+                assert "\x1b" not in written
+                written.encode()
 
 
 def test_what_is_no_run_folder_is_told_apart(tmp_path):
@@ -173,6 +158,14 @@ def test_a_seed_counts_once(tmp_path):
     assert all("same recipe and seed" in text for text in problems)
 
 
+def test_runs_of_one_recipe_over_other_data_are_not_seeds_of_one_another(tmp_path):
+    first, other = ([(3, 1), (0, 2)], [(3, 1), (1, 2)])
+    folders = [make_run(tmp_path / str(seed), seed=seed, counts=first if seed < 2 else other) for seed in range(3)]
+    runs, problems = read_runs([*folders, make_run(tmp_path / "older", seed=3)])
+    assert [run.seed for run in runs] == [0, 1, 3]
+    assert problems == [f"{folders[2]}: the same recipe as {folders[0]}, but over other data: see partition.json"]
+
+
 # Grouping
 
 
@@ -195,6 +188,22 @@ def test_runs_that_differ_in_more_than_the_seed_are_never_averaged(tmp_path, oth
     first = make_run(tmp_path / "a", "algorithm.lr=1e-3")
     groups = groups_of(first, make_run(tmp_path / "b", "algorithm.lr=1e-3", other, seed=1))
     assert [group.label for group in groups] == names
+
+
+@pytest.mark.parametrize("label", ["1", None])
+def test_settings_that_only_look_the_same_are_told_apart(tmp_path, label):
+    """A column named '1' and the number 1; a setting that is null and one that an older recipe did not have."""
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)
+    for folder, value in ((first, 1), (second, label)):
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+        recipe["data"]["label"] = value
+        if label is None and folder == first:
+            del recipe["data"]["label"]
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    groups = groups_of(first, second)
+    assert [len(group.runs) for group in groups] == [1, 1]
+    if label is None:
+        assert [group.label for group in groups] == ["fadamgc data.label=absent", "fadamgc data.label=null"]
 
 
 def test_a_label_says_only_what_tells_groups_apart(tmp_path):
@@ -274,6 +283,24 @@ def test_traffic_is_in_megabytes(tmp_path):
     assert column(groups_of(folder), "MB up") == ["1,235"]
 
 
+def test_client_memory_is_a_mean_over_seeds_that_all_tell(tmp_path):
+    told = [make_run(tmp_path / f"a{seed}", seed=seed, memory=(40 + 10 * seed) * 10**6) for seed in range(3)]
+    older = [
+        make_run(tmp_path / f"b{seed}", seed=seed, algorithm="fedavg", memory=[None, 7][seed]) for seed in range(2)
+    ]
+    groups = groups_of(*told, *older)
+    assert column(groups, "client MB") == ["50.0 ± 10.0", "-"]
+    summary = summarise(groups)
+    assert [line.split(" | ")[-1] for line in summary.markdown().splitlines()[2:]] == [
+        "client MB |", "--: |", "50.0 ± 10.0 |", "- |"
+    ]  # fmt: skip
+    assert r"& 50.0 $\pm$ 10.0 \\" in summary.latex()
+    known, unknown = csv.DictReader(summary.csv().splitlines())
+    assert (known["client_memory_mb_mean"], known["client_memory_mb_std"]) == ("50.0", "10.0")
+    assert (unknown["client_memory_mb_mean"], unknown["client_memory_mb_std"]) == ("", "")
+    assert (known["vectors_per_round_mean"], known["vectors_per_round_std"]) == ("4.0", "0.0")
+
+
 def test_what_all_rows_share_is_said_once(tmp_path):
     alone = summarise(groups_of(make_run(tmp_path / "a")))
     assert alone.caption == "glue/sst2; accuracy, target 0.85"
@@ -322,91 +349,10 @@ def test_markup_characters_are_escaped(tmp_path):
     assert all(len(re.split(r"(?<!\\)\|", row)) == len(summary.headings) + 2 for row in rows)
     assert r"data.label=a\_b|c & 3 &" in summary.latex()
     assert r"data.label=50\%" in summary.latex()
+    hostile = summarise(groups_of(make_run(tmp_path / "x", "data.label=<b>a"), make_run(tmp_path / "y")))
+    assert "data.label=&lt;b>a" in hostile.markdown()
     seeds = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(2)]
     assert r"3.0 $\pm$ 0.0" in summarise(groups_of(*seeds)).latex()
-
-
-# Figures
-
-
-def test_seeds_are_joined_where_all_were_measured():
-    x, seeds = plots._together([([1, 2, 4], [0.0, 1.0, 3.0]), ([2, 3], [5.0, 7.0])])
-    assert x.tolist() == [2, 3]
-    assert seeds.tolist() == [[1, 2], [5, 7]]
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=10), st.floats(0.01, 0.1))
-def test_names_are_moved_apart_and_keep_their_order_and_centre(heights, gap):
-    heights = sorted(heights)
-    moved = plots._apart(heights, gap)
-    assert all(later - earlier > 0.9 * gap for earlier, later in pairwise(moved))
-    assert sum(moved) == pytest.approx(sum(heights), abs=1e-6)
-
-
-def test_names_of_close_lines_do_not_overlap(tmp_path):
-    folders = [make_run(tmp_path / "a", algorithm="fedavg", scores=(0.5, 0.849), target=0.85)]
-    for number, name in enumerate(("fadamgc", "localadam", "fedadamw", "scaffold")):
-        folders.append(make_run(tmp_path / name, algorithm=name, scores=(0.5, 0.85 + number / 1000)))
-    for figure in figures(groups_of(*folders)).values():
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        texts = [text for text in figure.axes[0].texts if text.get_text()]
-        boxes = [Text.get_window_extent(text, canvas.get_renderer()) for text in texts]  # without their leaders
-        assert len(boxes) >= 5
-        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
-
-
-def test_a_panel_a_task_and_a_figure_an_axis(tmp_path):
-    folders = [make_run(tmp_path / task, task=f"glue/{task}") for task in ("sst2", "rte", "qnli", "cola")]
-    folders.append(make_run(tmp_path / "waiting", task="glue/wnli", scores=(None,), finished=False))
-    drawn = figures(groups_of(*folders))
-    assert list(drawn) == ["score_by_round", "score_by_traffic", "score_by_time", "train_loss"]
-    panels = {
-        name: [axes.get_title("left") for axes in figure.axes if axes.get_visible()] for name, figure in drawn.items()
-    }
-    assert panels["score_by_round"] == ["glue/sst2", "glue/rte", "glue/qnli", "glue/cola"]
-    assert panels["train_loss"] == [*panels["score_by_round"], "glue/wnli"]
-
-
-def test_where_nothing_was_evaluated_only_the_loss_is_drawn(tmp_path):
-    groups = groups_of(make_run(tmp_path / "a", scores=(None,), finished=False))
-    assert list(figures(groups)) == ["train_loss"]
-    assert column(groups, "best") == ["-"]
-
-
-@pytest.mark.parametrize("rounds", [1, 12, 300])
-def test_a_run_leaves_its_picture(tmp_path, rounds):
-    folder = make_run(tmp_path / "a", scores=[0.9 - 0.5 / t for t in range(1, rounds + 1)])
-    picture = plot_run(folder)
-    assert picture == folder / "curves.png"
-    with Image.open(picture) as image:
-        assert image.width > 1200
-        assert image.height > 800
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("partition.alpha=0.5", "Dirichlet(0.5) over classes · 100 clients · 10 a round · seed 0"),
-        ("partition={scheme: by_column, column: site}", "a client for each site · 10 a round · seed 0"),
-        ("partition={file: partitions/x_n7.json}", "clients of x_n7.json · 10 a round · seed 0"),
-    ],
-)
-def test_a_picture_says_how_the_data_was_shared(tmp_path, setting, said):
-    folder = make_run(tmp_path / "a")
-    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
-    key, value = setting.split("=")
-    section, _, name = key.partition(".")
-    recipe[section] |= {name: yaml.safe_load(value)} if name else yaml.safe_load(value)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert plots._subtitle(load_run(folder)).splitlines() == [
-        said,
-        "accuracy 0.8000 after 4 rounds · best 0.9000 in round 3 · target reached in round 3",
-    ]
-
-
-def test_a_picture_without_an_evaluation(tmp_path):
-    assert plot_run(make_run(tmp_path / "a", scores=(None, None), finished=False)).is_file()
 
 
 # The command
@@ -419,7 +365,7 @@ def test_report_writes_what_it_lists_and_says_what_it_left_out(tmp_path):
         written = report([*seeds, tmp_path / "runs" / "junk"])
     out = tmp_path / "runs" / "report"
     assert sorted(written) == sorted(out.iterdir())
-    assert {path.suffix for path in written} == {".md", ".csv", ".tex", ".png", ".svg"}
+    assert {path.suffix for path in written} == {".html", ".md", ".csv", ".tex", ".png", ".svg"}
     said = capture.get()
     assert f"left out: {tmp_path}/runs/junk: not a run folder" in said
     assert "0.8000 ± 0.0000" in said

@@ -1,0 +1,148 @@
+"""How all figures look: style, colours, axes, names at the ends of lines, and how a figure becomes a file."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+
+from fedllm.results import Axis, printable
+
+Look = dict[str, Any]
+End = tuple[float, float, str, Look]  # of a line: x, y, its name, the look of the name
+
+# The colours of Okabe and Ito, which colour-blind readers tell apart, but for their yellow, too faint for a line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+INK, FAINT, GRID, PAPER = "#333333", "#707070", "#E4E4E4", "#ffffff"
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.0,
+    "axes.titlesize": 9.5, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.titlepad": 9.0,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.edgecolor": FAINT, "axes.labelcolor": INK, "axes.xmargin": 0.02, "axes.ymargin": 0.08,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8,
+    "xtick.color": FAINT, "xtick.labelcolor": INK, "xtick.major.size": 3.0,
+    "ytick.color": FAINT, "ytick.labelcolor": INK, "ytick.major.size": 0.0, "ytick.minor.size": 0.0,
+    "lines.linewidth": 1.7, "lines.markersize": 3.5, "text.color": INK, "legend.frameon": False,
+    "text.parse_math": False, "svg.hashsalt": "fedllm",
+}  # fmt: skip
+TARGET: Look = {"color": FAINT, "linewidth": 0.9, "linestyle": (0, (4, 3))}
+_LEADER: Look = {"arrowstyle": "-", "linewidth": 0.7, "linestyle": ":", "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)}
+_UNITS: dict[Axis, tuple[str, list[tuple[float, str]]]] = {
+    "round": ("round", [(1, "")]),
+    "bytes": ("traffic up and down", [(1e9, "GB"), (1e6, "MB"), (1e3, "kB")]),
+    "simulated_seconds": ("simulated run time", [(3600, "h"), (60, "min"), (1, "s")]),
+}
+_NAMES = {
+    "f1": "F1",
+    "macro_f1": "macro F1",
+    "matthews_correlation": "Matthews correlation",
+    "pearson": "Pearson correlation",
+    "spearmanr": "Spearman correlation",
+    "update_cosine": "cosine to the mean update",
+    "update_norm": "norm of a client's update",
+    "v_spread": "spread of v / mean v",
+}
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Writes a figure, aside and renamed; the same figure gives the same bytes, whenever it is written."""
+    undated = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with mpl.rc_context(STYLE):
+            figure.savefig(
+                aside, format=path.suffix[1:], dpi=200, metadata=undated, bbox_inches="tight", pad_inches=0.08
+            )
+        return aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def svg(figure: Figure) -> str:
+    """The figure as the text of an SVG file without metadata."""
+    text = io.StringIO()
+    none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with mpl.rc_context(STYLE):
+        figure.savefig(text, format="svg", metadata=none, bbox_inches="tight", pad_inches=0.08)
+    return text.getvalue()
+
+
+def metric_name(metric: str) -> str:
+    """A metric's name as people write it."""
+    return _NAMES.get(metric, printable(metric).replace("_", " "))
+
+
+def short(text: str, length: int) -> str:
+    """The text, or its beginning where it is longer: a figure has room for a name, not for anything."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def set_axis(axes: Axes, over: Axis, longest: float) -> float:
+    """Labels the x axis with its unit, fit for values up to `longest`, and returns what one of that unit is."""
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=over == "round", steps=[1, 2, 5, 10], min_n_ticks=1))
+    name, units = _UNITS[over]
+    size, unit = next((known for known in units if longest >= 2 * known[0]), units[-1])
+    axes.set_xlabel(f"{name} ({unit})" if unit else name)
+    return size
+
+
+def set_log(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers at its powers of ten."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def marker(points: int) -> str | None:
+    """Dots on a line of few points."""
+    return "o" if points <= 20 else None
+
+
+def under_title(axes: Axes, text: str) -> None:
+    """Faint text between the title and the axes."""
+    axes.annotate(text, (0, 1), (0, 9), "axes fraction", "offset points", color=FAINT, linespacing=1.5)
+
+
+def draw_targets(axes: Axes, targets: Sequence[dict[str, float]], metric: str) -> list[End]:
+    """A dashed line at each target of the metric."""
+    values = sorted({target[metric] for target in targets if metric in target})
+    for value in values:
+        axes.axhline(value, zorder=1, **TARGET)
+    right = axes.get_xlim()[1]
+    return [(right, value, f"target {value:g}", {"color": FAINT}) for value in values]
+
+
+def label_ends(axes: Axes, ends: Sequence[End]) -> None:
+    """Each line's name right of the axes at the height of its end, moved up or down where two would overlap."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()  # lays the axes out: their height in points is needed
+    axes.set_ylim(axes.get_ylim())
+    gap = 12.5 / (axes.get_window_extent().height * 72 / figure.dpi)
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = sorted(ends, key=lambda end: end[1])
+    heights = apart([float(to_axes.transform((x, y))[1]) for x, y, _, _ in ends], gap)
+    for (x, y, text, look), height in zip(ends, heights, strict=True):
+        axes.annotate(
+            text, (x, y), (1.025, height), "data", "axes fraction", va="center", annotation_clip=False,
+            arrowprops={**_LEADER, "color": look["color"]}, **look,
+        )  # fmt: skip
+
+
+def apart(heights: list[float], gap: float) -> list[float]:
+    """Sorted heights, moved as little as it takes to be `gap` apart."""
+    heights = list(heights)
+    for _ in range(200):
+        for i in range(len(heights) - 1):
+            overlap = gap - (heights[i + 1] - heights[i])
+            if overlap > 0:
+                heights[i] -= overlap / 2
+                heights[i + 1] += overlap / 2
+    return heights

@@ -1,0 +1,249 @@
+"""The comparison of groups of runs as one table, for a terminal, Markdown, a spreadsheet and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from fedllm.console import console
+from fedllm.groups import Group
+from fedllm.look import metric_name
+from fedllm.results import Run, is_number, printable, rounds_to
+
+Target = dict[str, float]
+_NONE = "-"
+WORDS = ("task", "run", "score")  # the columns that hold words, not numbers
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number that every run has: its name in the CSV file, its heading, its decimals (None: by size), its value."""
+
+    key: str
+    heading: str
+    decimals: int | None
+    value: Callable[[Run], float | None]
+
+
+def _total(name: str, unit: float = 1.0) -> Callable[[Run], float]:
+    return lambda run: run.result["totals"][name] / unit
+
+
+def _best(run: Run) -> float | None:
+    return (run.result["best"].get(run.primary) or {}).get("value")
+
+
+def _client_memory(run: Run) -> float | None:
+    """What a client holds while it trains, in megabytes (costs.client_memory); older runs do not tell."""
+    held = run.result.get("client_memory_bytes")
+    return held / 1e6 if is_number(held) else None
+
+
+def _vectors(run: Run) -> float | None:
+    """V(t): model-sized vectors that a sampled client moved in a round (costs.vectors_per_round)."""
+    moved = run.result.get("vectors_per_round")
+    sent = moved.get("sent") if isinstance(moved, dict) else None
+    return sent if is_number(sent) else None
+
+
+_SCORES = (
+    Quantity("best", "best", 4, _best),
+    Quantity("final", "final", 4, lambda run: run.result["final"].get(run.primary)),
+)
+_COSTS = (
+    Quantity("mb_up", "MB up", None, _total("bytes_up", unit=1e6)),
+    Quantity("mb_down", "MB down", None, _total("bytes_down", unit=1e6)),
+    Quantity("seconds", "seconds", None, _total("seconds")),
+    Quantity("simulated_seconds", "simulated s", None, _total("simulated_seconds")),
+    Quantity("client_memory_mb", "client MB", None, _client_memory),
+)
+_VECTORS = Quantity("vectors_per_round", "vectors", None, _vectors)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The table: what all rows share, the headings, a row a group in words, and a row a group in plain numbers."""
+
+    caption: str
+    headings: list[str]
+    rows: list[tuple[str, ...]]
+    numbers: list[dict[str, Any]]
+
+    def tables(self, width: int) -> list[Table]:
+        """One table for a terminal of this width, or as many parts of it as it takes, each of which names the rows."""
+        named = self.headings.index("run") + 1
+        parts: list[list[int]] = [[]]
+        for column in range(named, len(self.headings)):
+            if parts[-1] and _width(self._table([*range(named), *parts[-1], column])) > width:
+                parts.append([])
+            parts[-1].append(column)
+        return [self._table([*range(named), *part]) for part in parts]
+
+    def _table(self, columns: Sequence[int]) -> Table:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for column in columns:
+            if self.headings[column] in WORDS:
+                table.add_column(self.headings[column], max_width=36)
+            else:
+                table.add_column(self.headings[column], justify="right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(Text(row[column]) for column in columns))
+        return table
+
+    def markdown(self) -> str:
+        """A Markdown table under its caption."""
+        rule = [":--" if heading in WORDS else "--:" for heading in self.headings]
+        lines = [" | ".join(_in_markdown(cell) for cell in row) for row in [self.headings, rule, *self.rows]]
+        return "\n".join([f"{self.caption}.", "", *(f"| {line} |" for line in lines), ""])
+
+    def csv(self) -> str:
+        """The numbers, unrounded: mean and sample standard deviation over seeds, empty where there is none."""
+        file = io.StringIO()
+        writer = csv.DictWriter(file, list(self.numbers[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.numbers)
+        return file.getvalue()
+
+    def latex(self) -> str:
+        """A tabular for the booktabs package."""
+        alignment = "".join("l" if heading in WORDS else "r" for heading in self.headings)
+        lines = [" & ".join(map(_escape, row)) + r" \\" for row in [self.headings, *self.rows]]
+        return "\n".join(
+            [
+                f"% {self.caption}; needs \\usepackage{{booktabs}}",
+                rf"\begin{{tabular}}{{{alignment}}}",
+                r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule",
+                r"\end{tabular}", "",
+            ]
+        )  # fmt: skip
+
+
+def summarise(groups: Sequence[Group], targets: Sequence[Target] = ()) -> Summary:
+    """The table of groups. Task, metric and target are in the caption if all groups share them, else in columns.
+
+    targets: see report.
+    """
+    rounds: dict[str, Callable[[Group], str]] = {
+        f"rounds to {_in_words(target)}": partial(_rounds_to, target=target) for target in targets
+    }
+    columns: dict[str, Callable[[Group], str]] = {
+        "task": lambda group: group.task,
+        "run": lambda group: group.label,
+        "score": _score,
+        **(rounds or {"rounds to target": lambda group: _rounds_to(group, group.target)}),
+        **{quantity.heading: partial(_spread, quantity) for quantity in _SCORES},
+        "seeds": lambda group: str(len(group.runs)),
+        **{quantity.heading: partial(_spread, quantity) for quantity in _COSTS},
+    }
+    cells = {heading: [cell(group) for group in groups] for heading, cell in columns.items()}
+    caption = [cells.pop(heading)[0] for heading in ("task", "score") if len(set(cells[heading])) == 1]
+    if any(len(group.runs) > 1 for group in groups):
+        caption.append("mean ± standard deviation over seeds")
+    rows = list(zip(*cells.values(), strict=True))
+    numbers = [_numbers(group, targets) for group in groups]
+    return Summary("; ".join(caption) or "runs by task", list(cells), rows, numbers)
+
+
+def _in_words(target: Target) -> str:
+    return ", ".join(f"{metric_name(name)} {value:g}" for name, value in target.items())
+
+
+def _rounds_to(group: Group, target: Target) -> str:
+    """The mean over seeds only if every seed reached the target; else the bound that the others put on it."""
+    if not target:
+        return _NONE
+    reached = [rounds_to(target, run.rounds) for run in group.runs]
+    found = [rounds for rounds in reached if rounds is not None]
+    if len(found) == len(reached):
+        return _mean_and_deviation(found, 1 if len(reached) > 1 else 0)
+    missed = zip(group.runs, reached, strict=True)
+    without = min(run.result["rounds"] for run, rounds in missed if rounds is None)
+    return f">{without} ({len(found)} of {len(reached)} reached)" if len(reached) > 1 else f">{without}"
+
+
+def _spread(quantity: Quantity, group: Group) -> str:
+    values = _all_or_none(map(quantity.value, group.runs))
+    return _mean_and_deviation(values, quantity.decimals) if values else _NONE
+
+
+def _all_or_none(values: Iterable[float | None]) -> list[float]:
+    """The values if every run has one, else none: a mean without the runs that failed would flatter."""
+    found = list(values)
+    numbers = [value for value in found if value is not None]
+    return numbers if len(numbers) == len(found) else []
+
+
+def _mean_and_deviation(values: Sequence[float], decimals: int | None) -> str:
+    mean = statistics.fmean(values)
+    if decimals is None:
+        decimals = 0 if mean >= 100 else 1 if mean >= 10 else 2
+    deviation = f" ± {statistics.stdev(values):,.{decimals}f}" if len(values) > 1 else ""
+    return f"{mean:,.{decimals}f}{deviation}"
+
+
+def _numbers(group: Group, targets: Sequence[Target]) -> dict[str, Any]:
+    """The row of the CSV file."""
+    reached = [run.result["rounds_to_target"] for run in group.runs]
+    row: dict[str, Any] = {
+        "task": group.task, "run": group.name, "note": group.note, "metric": printable(group.metric),
+        "target": " ".join(f"{printable(name)}={value:g}" for name, value in group.target.items()),
+        "seeds": " ".join(str(run.seed) for run in group.runs),
+        "rounds": max(run.result["rounds"] for run in group.runs), "reached": len(reached) - reached.count(None),
+    }  # fmt: skip
+    row |= _moments("rounds_to_target", _all_or_none(reached))
+    for target in targets:
+        key = "_".join(f"{name}_{value:g}" for name, value in target.items())
+        row |= _moments(f"rounds_to_{key}", _all_or_none(rounds_to(target, run.rounds) for run in group.runs))
+    for quantity in (*_SCORES, *_COSTS, _VECTORS):
+        row |= _moments(quantity.key, _all_or_none(map(quantity.value, group.runs)))
+    return row
+
+
+def _moments(key: str, values: Sequence[float]) -> dict[str, float | None]:
+    return {
+        f"{key}_mean": statistics.fmean(values) if values else None,
+        f"{key}_std": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+def _score(group: Group) -> str:
+    """The headline metric and the target: 'accuracy, target 0.8'; 'accuracy, target F1 0.7' if on another metric."""
+    targets = [
+        f"{value:g}" if name == group.metric else f"{metric_name(name)} {value:g}"
+        for name, value in group.target.items()
+    ]
+    return ", ".join([metric_name(group.metric) or "not evaluated yet", *(f"target {text}" for text in targets)])
+
+
+def _width(table: Table) -> int:
+    """Columns of a terminal that a table takes unless it is squeezed."""
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+
+
+def _in_markdown(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+_LATEX = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    ">": "$>$",
+    "<": "$<$",
+}
+
+
+def _escape(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)
