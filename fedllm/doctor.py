@@ -25,7 +25,7 @@ _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _GIB = 2**30
 _EXTRAS = {
     "gguf": "GGUF models",
-    "quant": "4-bit and 8-bit models on a GPU",
+    "quant": "4-bit and 8-bit base models",
     "flower": "Flower sites",
     "dev": "tests and linters",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -14,7 +14,9 @@ from fedllm.batches import ClientBatches, MicroBatch, micro_batches
 from fedllm.blocks import BlockPartition
 from fedllm.cohort import CohortModel
 from fedllm.dropout import row_keys
+from fedllm.masks import is_causal
 from fedllm.problem import Problem
+from fedllm.quantised import settle
 from fedllm.space import ParameterSpace
 from fedllm.tokens import Tokens
 
@@ -50,11 +52,12 @@ class LoraProblem(Problem):
         self._x0 = self.space.gather(model)
         self.device = self._x0.device
         self._model = CohortModel(model, self.space)
+        settle(model, autocast)
         self._tokens, self._batches = tokens, batches
         self._lengths = tokens.lengths.numpy()
         self._shortest = int(self._lengths.argmin())
         self._regression, self._seed, self._slices, self._pad_id = regression, seed, slices, pad_id
-        self._autocast = autocast
+        self._autocast, self._causal = autocast, is_causal(model)
         self._overhead = SLICE_OVERHEAD[self.device.type]
 
     def initial(self) -> Tensor:
@@ -121,10 +124,10 @@ class LoraProblem(Problem):
         real = micro.samples >= 0
         index = torch.where(real, micro.samples, self._shortest).reshape(-1)
         inputs = self._inputs(self._tokens, index, real.reshape(-1), micro.length)
-        weight = (real / torch.tensor(counts)[:, None]).to(X.device, X.dtype)
-        labels = self._tokens.labels[index].to(X.device)
+        weight = send((real / torch.tensor(counts)[:, None]).to(X.dtype), X.device)
+        labels = send(self._tokens.labels[index], X.device)
         with self._precision():
-            logits = self._model(X, inputs, None if keys is None else keys.to(X.device))
+            logits = self._model(X, inputs, None if keys is None else send(keys, X.device))
         if self._regression:
             loss = F.mse_loss(logits[:, 0], labels.float(), reduction="none")
         else:
@@ -136,14 +139,27 @@ class LoraProblem(Problem):
     def _inputs(
         self, tokens: Tokens, index: Tensor, real: Tensor | None = None, length: int | None = None
     ) -> dict[str, Tensor]:
-        """Padded model inputs of these samples; rows that are not `real` attend to their first token only."""
+        """Padded model inputs of these samples; rows that are not `real` attend to their first token only.
+
+        There is no attention mask where all tokens are real, unless the model is causal (see `fedllm.masks`).
+        """
         inputs = tokens.rows(index, length=length, pad_id=self._pad_id)
-        if real is not None and not bool(real.all()):
-            inputs["attention_mask"][~real, 1:] = 0
-        return {name: value.to(self.device, non_blocking=True) for name, value in inputs.items()}
+        mask = inputs["attention_mask"]
+        if real is not None:
+            mask[~real, 1:] = 0
+        if not self._causal and bool(mask.all()):
+            del inputs["attention_mask"]
+        return {name: send(value, self.device) for name, value in inputs.items()}
 
     def _precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        return nullcontext() if self._autocast is None else torch.autocast(self.device.type, dtype=self._autocast)
+
+
+def send(value: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`; to a GPU from pinned memory, so that the host goes on to the next batch meanwhile."""
+    if device.type == "cuda":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
 
 
 def _grad(X: Tensor) -> Tensor:
