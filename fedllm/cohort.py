@@ -31,8 +31,9 @@ class CohortModel:
     """A PEFT model whose trainable layers compute with the parameters of C clients at once.
 
     Built once; it takes over the forward of the LoRA layers, of the trainable Linear layers of the head, and of the
-    dropout layers, and the making of attention masks (see `fedllm.masks`), and `release` gives them back. The model's own trainable values play no part while it is in use.
-    The model stays in eval mode: dropout comes from `keys` alone, and attention probabilities are never dropped.
+    dropout layers, and the making of attention masks (see `fedllm.masks`); `release` gives them back. The model's own
+    trainable values play no part while it is in use. The model stays in eval mode: dropout comes from `keys` alone, and
+    attention probabilities are never dropped.
     Raises UserError for a trainable parameter that is in neither a LoRA nor a Linear layer.
     """
 

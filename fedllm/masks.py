@@ -30,7 +30,7 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def _mask(
-    *arguments: Any,
+    *,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
@@ -39,7 +39,6 @@ def _mask(
     """transformers' own mask for scaled_dot_product_attention, without padding where that cannot be seen."""
     padding = None if allow_is_causal_skip else attention_mask
     mask: Tensor | None = sdpa_mask(
-        *arguments,
         attention_mask=padding,
         allow_is_causal_skip=allow_is_causal_skip,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip and padding is None,

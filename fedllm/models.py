@@ -257,7 +257,10 @@ def _trained_anew(name: str, net: PreTrainedModel, head: tuple[str, ...], absent
 
 
 def _quantization(model: Model, config: PreTrainedConfig) -> BitsAndBytesConfig:
-    """4 bit (NF4, twice quantised) or 8 bit for all but the head and a fused query/key/value projection, which LoRA takes apart."""
+    """4 bit (NF4, its scales in 8 bit) or 8 bit, for all but the head and a fused query/key/value projection.
+
+    LoRA takes such a projection apart.
+    """
     with torch.device("meta"):
         skeleton = _from_config(config)
     fused = [attention.query for attention in attentions(skeleton, model.name) if attention.fused]

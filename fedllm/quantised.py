@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from peft import PeftModel
 from torch import nn
 
 
@@ -22,3 +23,12 @@ def settle(model: nn.Module, dtype: torch.dtype | None) -> None:
             module.train()
             if dtype is not None and isinstance(module, bnb.nn.Linear4bit):
                 module.compute_dtype = dtype
+
+
+def frozen_size(model: PeftModel, dim: int) -> tuple[int, int]:
+    """The frozen parameters of a model that trains `dim` float32 numbers: how many, and the bytes of their values.
+
+    A packed 4-bit weight counts as the parameters it stands for; the scales of its blocks are not counted.
+    """
+    _, everything = model.get_nb_trainable_parameters()
+    return everything - dim, sum(value.nbytes for value in model.parameters()) - 4 * dim
