@@ -25,12 +25,12 @@ from fedllm.blocks import BlockPartition
 from fedllm.blocks.layout import whole
 from fedllm.clients import ClientStore
 from fedllm.lora import attach_lora
-from fedllm.lora_problem import SLICE_OVERHEAD, LoraProblem, send
+from fedllm.lora_problem import PASS_TOKENS, SLICE_OVERHEAD, LoraProblem
 from fedllm.masks import NAME
 from fedllm.models import load_backbone
 from fedllm.recipe import Lora, Model
 from fedllm.rounds import Federation, round_info
-from fedllm.tokens import Tokens
+from fedllm.tokens import Tokens, send
 from fedllm.training import _train
 
 PARTS = [np.arange(0, 20), np.arange(20, 33), np.arange(33, 40)]
@@ -44,20 +44,33 @@ def tokens() -> Tokens:
     return Tokens(ids, None, torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]), torch.arange(40) % 3)
 
 
-def lora_problem(folder: Path, family: str, device: str) -> LoraProblem:
+def lora_problem(folder: Path, family: str) -> LoraProblem:
     save_tiny(folder, family)
     backbone = load_backbone(Model(name=str(folder)), num_labels=3, regression=False)
-    model = attach_lora(backbone, Lora(rank=2, dropout=0.1)).to(device)
-    blocks = fedllm_blocks.partition(model).to(torch.device(device))
+    model = attach_lora(backbone, Lora(rank=2, dropout=0.1))
     batches = ClientBatches(PARTS, batch_size=8, epochs=1, steps=None, seed=0)
+    blocks = fedllm_blocks.partition(model)
     return LoraProblem(model, tokens(), batches, blocks=blocks, pad_id=backbone.tokenizer.pad_token_id)
+
+
+def moved_to_meta(problem: LoraProblem) -> LoraProblem:
+    """The problem on the meta device, which packs as it did; it is changed."""
+    assert problem.blocks is not None
+    problem._model.model.to("meta")
+    problem._x0, problem.device = problem._x0.to("meta"), torch.device("meta")
+    problem.blocks = problem.blocks.to(problem.device)
+    return problem
+
+
+@pytest.fixture(autouse=True)
+def _meta_has_the_gpus_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sizes in (SLICE_OVERHEAD, PASS_TOKENS):
+        monkeypatch.setitem(sizes, "meta", sizes["cuda"])
 
 
 @pytest.fixture(scope="module")
 def on_meta(tmp_path_factory: pytest.TempPathFactory) -> LoraProblem:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SLICE_OVERHEAD, "meta", SLICE_OVERHEAD["cuda"])
-        return lora_problem(tmp_path_factory.mktemp("meta"), "bert", "meta")
+    return moved_to_meta(lora_problem(tmp_path_factory.mktemp("meta"), "bert"))
 
 
 def local_round(alg: Algorithm, problem: Any, counts: list[int]) -> Any:
@@ -81,7 +94,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=lambda value: str(value) or "default")
 def test_the_local_loop_reads_nothing_back(on_meta: LoraProblem, name: str, options: dict[str, Any]) -> None:
-    """Two steps and one of a BERT with LoRA dropout, padding rows and padding tokens."""
+    """Two steps and one of a BERT with LoRA dropout, packed rows of unequal samples."""
     trained = local_round(load_algorithm(name, lr=0.01, **options), on_meta, [2, 1])
     assert trained.local["x"].device.type == "meta"
     assert trained.upload["d"].shape == (2, on_meta.dim)
@@ -102,17 +115,20 @@ def test_a_read_would_be_noticed() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_family_reads_its_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setitem(SLICE_OVERHEAD, "meta", SLICE_OVERHEAD["cuda"])
-    problem = lora_problem(tmp_path, family, "meta")
-    X = problem.initial().expand(2, -1)
-    assert problem.gradient(X, [0, 2], 0, 0).shape == (2, problem.dim)
-    assert problem.full_gradient(problem.initial(), [0, 1]).shape == (2, problem.dim)
+def test_no_family_reads_its_mask(tmp_path: Path, family: str) -> None:
+    """In packed rows, in padded ones, and in the pass for full gradients."""
+    problem = lora_problem(tmp_path, family)
+    assert problem.layout is not None
+    X = moved_to_meta(problem).initial().expand(2, -1)
+    packed = problem.gradient(X, [0, 2], 0, 0)
+    problem.layout = None
+    padded, full = problem.gradient(X, [0, 2], 0, 0), problem.full_gradient(problem.initial(), [0, 1])
+    assert {value.shape for value in (packed, padded, full)} == {(2, problem.dim)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_is_sdpa_and_ours_gives_transformers_own_numbers(tmp_path: Path, family: str) -> None:
-    problem = lora_problem(tmp_path, family, "cpu")
+    problem = lora_problem(tmp_path, family)
     inner = problem._model.model.get_base_model()
     assert inner.config._attn_implementation == NAME
     x = problem.initial() + 0.05
