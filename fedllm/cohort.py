@@ -121,9 +121,9 @@ class CohortModel:
         whole_pass, pooler = backbone.forward, getattr(backbone, "pooler", None)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._pass.packed is None:
+            if (packed := self._pass.packed) is None:
                 return whole_pass(*args, **kwargs)
-            found = whole_pass(**self._pass.packed.inputs)
+            found = whole_pass(**packed.inputs, attention_mask=packed.mask)
             found.last_hidden_state = self._read(found.last_hidden_state)
             return found
 

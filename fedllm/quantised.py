@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import torch
@@ -18,6 +19,7 @@ def settle(model: nn.Module, dtype: torch.dtype | None) -> None:
     """
     if (bnb := sys.modules.get("bitsandbytes")) is None:  # a model with such layers has imported it
         return
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an 8-bit layer tells of each product's dtypes
     for module in model.modules():
         if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
             module.train()

@@ -93,6 +93,16 @@ def test_a_quantised_cohort_trains_over_an_untouched_base(tiny: Path, quantize: 
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+def test_8bit_layers_keep_quiet(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also in eval mode, where on a CPU they take the way that they have on a GPU."""
+    bnb = pytest.importorskip("bitsandbytes")
+    built = job(tiny, "model.quantize=8bit")
+    layer = next(module for module in built.model.modules() if isinstance(module, bnb.nn.Linear8bitLt)).eval()
+    capfd.readouterr()
+    assert layer(torch.ones(2, 32)).shape == (2, 32)
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("quantize", ["4bit", "8bit"])
 def test_a_quantised_cohort_equals_its_clients_one_by_one(tiny: Path, quantize: str) -> None:
     pytest.importorskip("bitsandbytes")
