@@ -93,13 +93,14 @@ def test_a_quantised_cohort_trains_over_an_untouched_base(tiny: Path, quantize: 
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_8bit_layers_keep_quiet(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_8bit_layers_keep_quiet_and_their_rows_apart(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Also in eval mode, where on a CPU they take the way that they have on a GPU."""
     bnb = pytest.importorskip("bitsandbytes")
     built = job(tiny, "model.quantize=8bit")
     layer = next(module for module in built.model.modules() if isinstance(module, bnb.nn.Linear8bitLt)).eval()
+    row, loud = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
     capfd.readouterr()
-    assert layer(torch.ones(2, 32)).shape == (2, 32)
+    assert torch.equal(layer(torch.stack([row, row]))[0], layer(torch.stack([row, 50 * loud]))[0])
     assert capfd.readouterr() == ("", "")
 
 
