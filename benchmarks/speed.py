@@ -3,6 +3,7 @@
 python benchmarks/speed.py recipes/sst2_fadamgc.yaml            # ours, a bare loop, transformers.Trainer
 python benchmarks/speed.py recipes/sst2_fadamgc.yaml --flower   # and Flower: pip install "flwr[simulation]"
 python benchmarks/speed.py recipes/sst2_fadamgc.yaml --ablate   # ours with each of its parts switched off
+python benchmarks/speed.py recipes/sst2_fadamgc.yaml --ablate --compile                # and with torch.compile
 python benchmarks/speed.py recipes/qqp_fadamgc.yaml model.pretrained=false data.max_train=4000   # GPT-2, on a GPU
 
 Every side trains the same clients on the same batches with AdamW, from the same weights, and must end at the same mean
@@ -29,6 +30,7 @@ from workload import Plain, Work
 
 from fedllm.assemble import Shelf
 from fedllm.console import console, say
+from fedllm.masks import NAME, set_attention
 from fedllm.records import versions
 
 Side = Callable[[], Tensor]
@@ -44,6 +46,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--flower", action="store_true")
     parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="with --ablate, a side whose model torch has compiled")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the GPU, dense bfloat16 (H100, H200: 989)")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     arguments = parser.parse_intermixed_args()
@@ -57,6 +60,13 @@ def main() -> int:
             switches["float32"] = ["run.precision=float32"]
         for name, off in switches.items():
             sides[name] = Work.of(arguments.recipe, [*arguments.overrides, *off], *shape, shelf=shelf).ours
+        eager = Work.of(arguments.recipe, arguments.overrides, *shape, shelf=shelf)
+        set_attention(eager.job.model, NAME, "eager")
+        sides["eager attention"] = eager.ours
+        if arguments.compile:
+            compiled = Work.of(arguments.recipe, arguments.overrides, *shape, shelf=shelf)
+            compiled.job.model.get_base_model().compile(dynamic=True)
+            sides["torch.compile"] = compiled.ours
     else:
         plain = Plain.of(work.job)
         sides |= {"bare loop": lambda: loop(work, plain), "Trainer": lambda: trainer(work, plain)}

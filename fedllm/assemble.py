@@ -30,6 +30,7 @@ from fedllm.metrics import metric_for
 from fedllm.models import Backbone, load_backbone
 from fedllm.partition import get_partition
 from fedllm.processes import size
+from fedllm.quantised import frozen_size
 from fedllm.recipe import Recipe
 from fedllm.rounds import round_info
 from fedllm.tokens import Tokens, tokenize
@@ -239,8 +240,8 @@ def plan_table(job: Job) -> Table:
     settings, lora, dim = recipe.algorithm, recipe.lora, job.problem.dim
     sizes = np.array([len(part) for part in job.parts])
     sent = traffic(job.algorithm, info, job.problem.dim)
-    frozen = sum(value.numel() for value in job.model.parameters()) - job.problem.dim
-    memory = client_memory(job.algorithm, info, job.problem.dim, frozen)
+    frozen, frozen_bytes = frozen_size(job.model, dim)
+    state = sum(client_memory(job.algorithm, info, dim, 0).values())
     crew = f"{machine.processes} processes, each on " if machine.processes > 1 else ""
     where = f"{machine.device.type}, {machine.threads} threads" if machine.device.type == "cpu" else str(machine.device)
     rows = {
@@ -255,7 +256,7 @@ def plan_table(job: Job) -> Table:
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
         "bytes a round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
         "vectors a round": _vectors(job),
-        "client memory": f"{4 * sum(memory.values()) / 2**20:,.1f} MiB of weights and state",
+        "client memory": f"{(frozen_bytes + 4 * state) / 2**20:,.1f} MiB of weights and state",
         "runs on": f"{crew}{where}, {machine.precision}, cohorts of {job.cohort}",
         "rows": _rows(job),
         "run folder": str(run_folder(recipe)),

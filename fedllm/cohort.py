@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedllm.dropout import dropout
 from fedllm.errors import UserError
+from fedllm.masks import NAME, set_attention
 from fedllm.packing import Packed
 from fedllm.ragged import ragged_lora
 from fedllm.space import ParameterSpace
@@ -42,8 +43,9 @@ class CohortModel:
     """A PEFT model whose trainable layers compute with the parameters of C clients at once.
 
     Built once; it takes over the forward of the LoRA layers, of the trainable Linear layers of the head, and of the
-    dropout layers, and `release` gives them back. The model's own trainable values play no part while it is in use.
-    The model stays in eval mode: dropout comes from `keys` alone, and attention probabilities are never dropped.
+    dropout layers, and the making of attention masks (see `fedllm.masks`); `release` gives them back. The model's own
+    trainable values play no part while it is in use. The model stays in eval mode: dropout comes from `keys` alone, and
+    attention probabilities are never dropped.
     Raises UserError for a trainable parameter that is in neither a LoRA nor a Linear layer.
     """
 
@@ -80,8 +82,10 @@ class CohortModel:
         for module in self._taken:
             del module.forward
         self._taken.clear()
+        set_attention(self.model, NAME, "sdpa")
 
     def _install(self) -> None:
+        set_attention(self.model, "sdpa", NAME)
         served: set[str] = set()
         trainable = set(self.space.names)
         adapters: set[int] = set()
@@ -117,9 +121,9 @@ class CohortModel:
         whole_pass, pooler = backbone.forward, getattr(backbone, "pooler", None)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._pass.packed is None:
+            if (packed := self._pass.packed) is None:
                 return whole_pass(*args, **kwargs)
-            found = whole_pass(**self._pass.packed.inputs)
+            found = whole_pass(**packed.inputs, attention_mask=packed.mask)
             found.last_hidden_state = self._read(found.last_hidden_state)
             return found
 

@@ -25,7 +25,7 @@ _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _GIB = 2**30
 _EXTRAS = {
     "gguf": "GGUF models",
-    "quant": "4-bit and 8-bit models on a GPU",
+    "quant": "4-bit and 8-bit base models",
     "flower": "Flower sites",
     "dev": "tests and linters",
 }
@@ -100,8 +100,8 @@ def _torch() -> Iterator[Finding]:
     fast = [kind for kind, supported in kinds.items() if supported]
     capability = torch.backends.cpu.get_cpu_capability()
     bfloat16 = f"bfloat16 in hardware ({', '.join(fast)})" if fast else "bfloat16 only emulated"
-    advice = "" if fast else "run.precision: auto computes in float32 on this CPU"
-    yield Finding("CPU", "ok" if fast else "note", f"{capability}; {bfloat16}", advice)
+    slow = "run.precision: auto computes in float32 on this CPU; bfloat16, also as model.dtype, is far slower here"
+    yield Finding("CPU", "ok" if fast else "note", f"{capability}; {bfloat16}", "" if fast else slow)
 
 
 def _gpus() -> Iterator[Finding]:

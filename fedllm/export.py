@@ -23,6 +23,7 @@ from fedllm.parts import FUSED, SplitQKV
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 LABELS = "labels.json"
+QUANTIZATION = "quantization.json"
 
 
 def save_adapter(
@@ -35,8 +36,9 @@ def save_adapter(
         base = AutoModelForSequenceClassification.from_pretrained(base_name, num_labels=...)
         PeftModel.from_pretrained(base, folder)
 
-    (a GPT-2 or Llama base first needs its `config.pad_token_id`, as everywhere with transformers). The folder is
-    written aside and renamed: it is whole or not there. An adapter of that name is replaced.
+    (a GPT-2 or Llama base first needs its `config.pad_token_id`, as everywhere with transformers). Beside a quantised
+    base there is quantization.json, what to give to `BitsAndBytesConfig` to load that base alike. The folder is written
+    aside and renamed: it is whole or not there. An adapter of that name is replaced.
 
     Raises UserError if something else is in the way.
     """
@@ -158,6 +160,9 @@ def _write(model: PeftModel, folder: Path, base_name: str, tokenizer: PreTrained
     labels = dict(model.config.id2label)
     if labels != {i: f"LABEL_{i}" for i in labels}:
         (folder / LABELS).write_text(json.dumps(labels, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if getattr(model.get_base_model(), "is_quantized", False):
+        text = json.dumps(model.config.quantization_config.to_dict(), indent=2, sort_keys=True) + "\n"
+        (folder / QUANTIZATION).write_text(text, encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
 

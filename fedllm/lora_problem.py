@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -14,10 +14,12 @@ from fedllm.batches import ClientBatches, MicroBatch, aligned, micro_batches
 from fedllm.blocks import BlockPartition
 from fedllm.cohort import CohortModel
 from fedllm.dropout import row_keys
+from fedllm.masks import is_causal
 from fedllm.packing import Layout, Packed, find_layout, pack
 from fedllm.problem import Problem
+from fedllm.quantised import settle
 from fedllm.space import ParameterSpace
-from fedllm.tokens import Tokens
+from fedllm.tokens import Tokens, send
 
 # Padded tokens that one more slice costs as much as, by device: what a pass pays however small it is.
 SLICE_OVERHEAD = {"cpu": 64.0, "cuda": 4096.0}
@@ -54,12 +56,14 @@ class LoraProblem(Problem):
         self._x0 = self.space.gather(model)
         self.device = self._x0.device
         self._model = CohortModel(model, self.space)
+        settle(model, autocast)
         self._tokens, self._batches = tokens, batches
         self._lengths = tokens.lengths.numpy()
         self._shortest = int(self._lengths.argmin())
         self._regression, self._seed, self._slices, self._pad_id = regression, seed, slices, pad_id
-        self._autocast = autocast
+        self._autocast, self._causal = autocast, is_causal(model)
         self._overhead = SLICE_OVERHEAD[self.device.type]
+        self._exact = all(value.dtype == torch.float32 for value in model.parameters())
         self.layout = self._find_layout(model) if slices is None else None
 
     def initial(self) -> Tensor:
@@ -95,7 +99,7 @@ class LoraProblem(Problem):
             samples = aligned(batches[part])
             rows = pack(self._tokens, samples, self.layout, equal=self._equal_rows, pad_id=self._pad_id)
             slots = torch.arange(samples.shape[1]).expand(samples.shape)
-            keys = row_keys(self._seed, round, step, clients[part], slots).to(X.device)
+            keys = send(row_keys(self._seed, round, step, clients[part], slots), X.device)
             leaves = X[part].detach().requires_grad_()
             with self._precision():
                 logits = self._model.packed(leaves, rows.to(X.device), keys)
@@ -115,12 +119,12 @@ class LoraProblem(Problem):
 
     @property
     def _equal_rows(self) -> bool:
-        """Equal rows make batched products of the adapters, which a GPU and autocast want; a CPU rather loops."""
-        return self.device.type != "cpu" or self._autocast is not None
+        """Equal rows make batched products of the adapters, which a GPU and bfloat16 want; a CPU rather loops."""
+        return self.device.type != "cpu" or self._autocast is not None or not self._exact
 
     @torch.no_grad()
     def _find_layout(self, model: nn.Module) -> Layout | None:
-        x, exact = self._x0[None], all(value.dtype == torch.float32 for value in model.parameters())
+        x = self._x0[None]
 
         def padded(index: Tensor) -> Tensor:
             return self._model(x, self._inputs(self._tokens, index))
@@ -128,7 +132,7 @@ class LoraProblem(Problem):
         def packed(rows: Packed) -> Tensor:
             return self._model.packed(x, rows.to(self.device))
 
-        return find_layout(model, self._tokens, padded, packed, tolerance=0.01 if exact else 0.3)
+        return find_layout(model, self._tokens, padded, packed, tolerance=0.01 if self._exact else 0.3)
 
     def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
         """Gradients [C, d] of the clients' mean losses over all their samples, without dropout."""
@@ -174,7 +178,7 @@ class LoraProblem(Problem):
         index = torch.where(real, micro.samples, self._shortest).reshape(-1)
         inputs = self._inputs(self._tokens, index, real.reshape(-1), micro.length)
         with self._precision():
-            logits = self._model(X, inputs, None if keys is None else keys.to(X.device))
+            logits = self._model(X, inputs, None if keys is None else send(keys, X.device))
         return self._descend(logits, micro.samples, counts)
 
     def _descend(self, logits: Tensor, samples: Tensor, counts: Sequence[int] | None = None) -> Tensor:
@@ -184,8 +188,8 @@ class LoraProblem(Problem):
         """
         real = samples >= 0
         sizes = real.sum(dim=1) if counts is None else torch.tensor(counts)
-        weight = (real / sizes[:, None]).to(logits)
-        labels = self._tokens.labels[samples.clamp(min=0).reshape(-1)].to(logits.device)
+        weight = send((real / sizes[:, None]).to(logits.dtype), logits.device)
+        labels = send(self._tokens.labels[samples.clamp(min=0).reshape(-1)], logits.device)
         if self._regression:
             loss = F.mse_loss(logits[:, 0], labels.float(), reduction="none")
         else:
@@ -197,14 +201,20 @@ class LoraProblem(Problem):
     def _inputs(
         self, tokens: Tokens, index: Tensor, real: Tensor | None = None, length: int | None = None
     ) -> dict[str, Tensor]:
-        """Padded model inputs of these samples; rows that are not `real` attend to their first token only."""
+        """Padded model inputs of these samples; rows that are not `real` attend to their first token only.
+
+        There is no attention mask where all tokens are real, unless the model is causal (see `fedllm.masks`).
+        """
         inputs = tokens.rows(index, length=length, pad_id=self._pad_id)
-        if real is not None and not bool(real.all()):
-            inputs["attention_mask"][~real, 1:] = 0
-        return {name: value.to(self.device, non_blocking=True) for name, value in inputs.items()}
+        mask = inputs["attention_mask"]
+        if real is not None:
+            mask[~real, 1:] = 0
+        if not self._causal and bool(mask.all()):
+            del inputs["attention_mask"]
+        return {name: send(value, self.device) for name, value in inputs.items()}
 
     def _precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        return nullcontext() if self._autocast is None else torch.autocast(self.device.type, dtype=self._autocast)
 
 
 def _grad(X: Tensor) -> Tensor:

@@ -257,7 +257,10 @@ def _trained_anew(name: str, net: PreTrainedModel, head: tuple[str, ...], absent
 
 
 def _quantization(model: Model, config: PreTrainedConfig) -> BitsAndBytesConfig:
-    """4 bit (NF4) or 8 bit for all but the head and a fused query/key/value projection, which LoRA takes apart."""
+    """4 bit (NF4, its scales in 8 bit) or 8 bit, for all but the head and a fused query/key/value projection.
+
+    LoRA takes such a projection apart.
+    """
     with torch.device("meta"):
         skeleton = _from_config(config)
     fused = [attention.query for attention in attentions(skeleton, model.name) if attention.fused]
@@ -265,7 +268,9 @@ def _quantization(model: Model, config: PreTrainedConfig) -> BitsAndBytesConfig:
         load_in_4bit=model.quantize == "4bit",
         load_in_8bit=model.quantize == "8bit",
         bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=_DTYPES[model.dtype],
+        llm_int8_threshold=0.0,  # the columns above it are those of the whole batch: one client's would touch another's
         llm_int8_skip_modules=[*find_head(skeleton), *fused],
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedllm.tokens import Tokens
+from fedllm.tokens import Tokens, send
 
 # Tokens of a row at which attending costs as much again as all matrix products: 24 h^2 operations a token and layer
 # against 4 h L, for models 700 wide.
@@ -38,10 +38,10 @@ class Packed:
     """N = C * m samples of C clients in R rows of L tokens; a row holds samples of one client, the rows of a client
     are neighbours.
 
-    inputs: input_ids, position_ids [R, L], attention_mask [R, 1, L, L] and, where there are any, token_type_ids.
-    sample, position [R, L]: which of the N samples a token belongs to, and its place there; padding is of sample 0.
+    inputs: input_ids, position_ids and, where there are any, token_type_ids [R, L].
+    sample, position [R, L]: which of the N samples a token belongs to, -1 for padding, and its place there.
     reads [N]: place of the token that the head reads, among the R * L; of a missing sample some place of its client.
-    counts [C]: rows of each client.
+    counts [C]: rows of each client. causal: a token attends to earlier ones only.
     """
 
     inputs: dict[str, Tensor]
@@ -49,6 +49,13 @@ class Packed:
     position: Tensor
     reads: Tensor
     counts: list[int]
+    causal: bool
+
+    @property
+    def mask(self) -> Tensor:
+        """Whom each token attends to [R, 1, L, L]; made on the rows' own device, being L times as large as they are."""
+        same = self.sample[:, None, :, None] == self.sample[:, None, None, :]
+        return same.tril() if self.causal else same
 
     @property
     def equal(self) -> bool:
@@ -57,12 +64,9 @@ class Packed:
 
     def to(self, device: torch.device) -> Packed:
         """The same rows on `device`."""
-
-        def moved(value: Tensor) -> Tensor:
-            return value.to(device, non_blocking=True)
-
-        inputs = {name: moved(value) for name, value in self.inputs.items()}
-        return Packed(inputs, moved(self.sample), moved(self.position), moved(self.reads), self.counts)
+        inputs = {name: send(value, device) for name, value in self.inputs.items()}
+        sample, position, reads = (send(value, device) for value in (self.sample, self.position, self.reads))
+        return Packed(inputs, sample, position, reads, self.counts, self.causal)
 
 
 def pack(
@@ -96,17 +100,15 @@ def pack(
         grid[torch.from_numpy(place)] = torch.as_tensor(values).long()
         return grid.view(shape)
 
-    owner = laid(sample, fill=-1)
-    mask = owner[:, None, :, None] == owner[:, None, None, :]
     inputs = {
         "input_ids": laid(tokens.input_ids[source], fill=pad_id),
         "position_ids": laid(position + layout.first_position, fill=layout.first_position),
-        "attention_mask": mask.tril() if layout.causal else mask,
     }
     if tokens.token_type_ids is not None:
         inputs["token_type_ids"] = laid(tokens.token_type_ids[source])
     reads = begin + np.maximum(lengths - 1, 0) if layout.causal else begin
-    return Packed(inputs, owner.clamp(min=0), laid(position), torch.from_numpy(reads), counts.tolist())
+    owner = laid(sample, fill=-1)
+    return Packed(inputs, owner, laid(position), torch.from_numpy(reads), counts.tolist(), layout.causal)
 
 
 def _place(lengths: np.ndarray, equal: bool, length: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:

@@ -19,6 +19,7 @@ from fedllm.costs import client_memory, simulated_seconds, stored_values, vector
 from fedllm.crew import Crew
 from fedllm.errors import RunError
 from fedllm.metrics import evaluate_logits, metric_for
+from fedllm.quantised import frozen_size
 from fedllm.results import rounds_to
 from fedllm.rounds import Federation, RoundReport
 
@@ -105,8 +106,7 @@ def run_result(
         if lines:
             top = (min if name == "eval_loss" else max)(lines, key=lambda line: line[name])
             best[name] = {"value": top[name], "round": top["round"]}
-    frozen = sum(value.numel() for value in job.model.parameters()) - dim
-    frozen_bytes = sum(value.nbytes for value in job.model.parameters()) - federation.x.nbytes
+    frozen, frozen_bytes = frozen_size(job.model, dim)
     memory = client_memory(job.algorithm, info, dim, frozen)
     return {
         "status": "finished",

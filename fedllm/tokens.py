@@ -72,6 +72,13 @@ class Tokens:
         return batch
 
 
+def send(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on `device`; to a GPU from pinned memory, so that the host goes on to the next batch meanwhile."""
+    if device.type == "cuda":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
+
+
 def tokenize(split: Split, tokenizer: Any, max_length: int, progress: Progress | None = None) -> Tokens:
     """Tokenizes a split once, each example cut to `max_length` tokens, a pair by its longer text first.
 

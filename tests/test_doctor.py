@@ -29,6 +29,19 @@ def test_here_every_check_answers(monkeypatch):
     assert "transformers" in found("libraries").found
 
 
+@pytest.mark.parametrize("instruction", ["AMX", "AVX512-BF16", None])
+def test_the_cpus_bfloat16_is_named_and_warned_of_where_emulated(monkeypatch, instruction):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: instruction == "AMX")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instruction == "AVX512-BF16")
+    cpu = found("CPU")
+    if instruction:
+        assert (cpu.state, cpu.advice) == ("ok", "")
+        assert cpu.found.endswith(f"bfloat16 in hardware ({instruction})")
+    else:
+        assert cpu.state == "note"
+        assert "far slower" in cpu.advice
+
+
 def test_a_check_that_fails_is_a_finding(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert found("torch").state == "problem"

@@ -66,8 +66,9 @@ def test_every_sample_lies_whole_and_alone_in_a_row_of_its_client(data: st.DataO
 
 
 def assert_own_sample_only(packed: Packed, ids: torch.Tensor, causal: bool) -> None:
-    mask = packed.inputs["attention_mask"][:, 0]
-    owner = packed.sample.where(ids.view(packed.sample.shape) > 0, -1)
+    mask = packed.mask[:, 0]
+    owner = packed.sample
+    assert torch.equal(owner < 0, ids.view(owner.shape) == 0)
     expected = owner[:, :, None] == owner[:, None, :]
     assert torch.equal(mask, expected.tril() if causal else expected)
     assert mask.diagonal(dim1=1, dim2=2).all()  # no token without any to attend to, which would make NaN

