@@ -15,6 +15,7 @@ from fedllm.blocks import BlockPartition
 from fedllm.cohort import CohortModel
 from fedllm.dropout import row_keys
 from fedllm.problem import Problem
+from fedllm.profile import section
 from fedllm.space import ParameterSpace
 from fedllm.tokens import Tokens
 
@@ -70,11 +71,14 @@ class LoraProblem(Problem):
         return self.loss_and_gradient(X, clients, round, step)[1]
 
     def loss_and_gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> tuple[Tensor, Tensor]:
-        batches = [self._batches.indices(client, round, step) for client in clients]
+        with section("data"):
+            batches = [self._batches.indices(client, round, step) for client in clients]
+            micros = micro_batches(batches, self._lengths, overhead=self._overhead, slices=self._slices)
         X = X.detach().requires_grad_()
         losses = torch.zeros(len(clients), device=X.device)
-        for micro in micro_batches(batches, self._lengths, overhead=self._overhead, slices=self._slices):
-            keys = row_keys(self._seed, round, step, clients, micro.slots)
+        for micro in micros:
+            with section("data"):
+                keys = row_keys(self._seed, round, step, clients, micro.slots)
             losses += self._backward(X, micro, [len(batch) for batch in batches], keys)
         return losses, _grad(X)
 
@@ -118,19 +122,22 @@ class LoraProblem(Problem):
 
     def _backward(self, X: Tensor, micro: MicroBatch, counts: list[int], keys: Tensor | None) -> Tensor:
         """Adds a slice's part of the gradient to X.grad; returns its part of the losses [C]."""
-        real = micro.samples >= 0
-        index = torch.where(real, micro.samples, self._shortest).reshape(-1)
-        inputs = self._inputs(self._tokens, index, real.reshape(-1), micro.length)
-        weight = (real / torch.tensor(counts)[:, None]).to(X.device, X.dtype)
-        labels = self._tokens.labels[index].to(X.device)
-        with self._precision():
-            logits = self._model(X, inputs, None if keys is None else keys.to(X.device))
-        if self._regression:
-            loss = F.mse_loss(logits[:, 0], labels.float(), reduction="none")
-        else:
-            loss = F.cross_entropy(logits, labels, reduction="none")
-        losses = (loss.view_as(weight) * weight).sum(dim=1)
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+        with section("data"):
+            real = micro.samples >= 0
+            index = torch.where(real, micro.samples, self._shortest).reshape(-1)
+            inputs = self._inputs(self._tokens, index, real.reshape(-1), micro.length)
+            weight = (real / torch.tensor(counts)[:, None]).to(X.device, X.dtype)
+            labels = self._tokens.labels[index].to(X.device)
+        with section("forward"):
+            with self._precision():
+                logits = self._model(X, inputs, None if keys is None else keys.to(X.device))
+            if self._regression:
+                loss = F.mse_loss(logits[:, 0], labels.float(), reduction="none")
+            else:
+                loss = F.cross_entropy(logits, labels, reduction="none")
+            losses = (loss.view_as(weight) * weight).sum(dim=1)
+        with section("backward"):
+            losses.sum().backward()  # type: ignore[no-untyped-call]
         return losses.detach()
 
     def _inputs(
