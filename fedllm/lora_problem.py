@@ -21,7 +21,8 @@ from fedllm.tokens import Tokens
 
 # Padded tokens that one more slice costs as much as, by device: what a pass pays however small it is.
 SLICE_OVERHEAD = {"cpu": 64.0, "cuda": 4096.0}
-EVAL_TOKENS = {"cpu": 4096, "cuda": 131072}
+# Tokens of an evaluation batch. On a CPU more than this leave its caches (benchmarks/RESULTS.md, Profile).
+EVAL_TOKENS = {"cpu": 1024, "cuda": 131072}
 
 
 class LoraProblem(Problem):

@@ -108,8 +108,11 @@ class Profile:
         """Seconds a round and percent of it, by section; the percents once more without those of APART."""
         mean, percent, training = self.mean(), self.percent(), self.percent(without=APART)
         whose = f" of process 0 of {self.processes}" if self.processes > 1 else ""
-        table = Table(title=f"{len(self.rounds)} rounds{whose} on {self.device}")
-        for heading in ("section", "s a round", "%", f"% without {' and '.join(APART)}"):
+        table = Table(
+            title=f"where the time of {len(self.rounds)} rounds went{whose}, {self.device}",
+            caption=f"training: without {' and '.join(APART)}, which are not in every round",
+        )
+        for heading in ("section", "s a round", "% of all", "% of training"):
             table.add_column(heading, justify="left" if heading == "section" else "right")
         for name in SECTIONS:
             if mean[name] or name != "wait":
@@ -117,8 +120,8 @@ class Profile:
                 table.add_row(name, f"{mean[name]:.4f}", f"{percent[name]:.1f}", without)
         table.add_section()
         table.add_row("all", f"{sum(mean.values()):.4f}", "100.0", "100.0")
-        table.add_row("all but forward and backward", *(f"{_besides(found):.{n}f}" for found, n in
-            ((mean, 4), (percent, 1), (training, 1))))
+        rest = [_besides(found) for found in (mean, percent, training)]
+        table.add_row("but forward, backward", f"{rest[0]:.4f}", f"{rest[1]:.1f}", f"{rest[2]:.1f}")
         return table
 
     def _now(self) -> float:
@@ -139,6 +142,7 @@ class Profile:
 
 
 def _besides(found: dict[str, float]) -> float:
+    """All but forward and backward."""
     return sum(value for name, value in found.items() if name not in ("forward", "backward"))
 
 

@@ -56,9 +56,7 @@ def dry_run(recipe: Recipe, crew: Crew | None = None) -> None:
     console.print(plan_table(crew.assemble(recipe, lambda: assemble(recipe, processes=crew.size))))
 
 
-def run(
-    recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None, *, profile: bool = False
-) -> RunResult:
+def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None, *, profile: bool = False) -> RunResult:
     """Runs a recipe; see run_recipe. shelf: what it may share with the recipes run before and after it. crew: the
     processes that do it, default this one alone. profile: measure where this process's time goes, print it at the end
     and leave it in the run folder's profile.json."""
@@ -89,7 +87,7 @@ def run(
         watch = Profile(folder / "profile.json", job.machine.device, done=federation.round, processes=crew.size)
     _train(job, federation, metrics, facts, checkpoints, folder, crew, watch)
     result = _finish(job, federation, metrics, facts, folder)
-    if watch is not None:
+    if watch is not None and watch.rounds:
         console.print(watch.table())
     return result
 

@@ -1,0 +1,2 @@
+def draw(found, path):
+    pass
