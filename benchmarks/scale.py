@@ -12,16 +12,16 @@ they are called wall seconds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ SAMPLED = (1, 10, 100, 1000)
 FEDERATIONS = (10, 100, 1000, 10_000)
 CLIENTS = 50  # that are timed at least, in one round or several
 REPEATS = 2
-WORDS = "good bad fine dull warm cold long short film play actor scene story plot end".split()
+WORDS = ("good", "bad", "fine", "dull", "warm", "cold", "long", "short", "film", "play", "actor", "scene", "plot")
 
 
 def main() -> int:
@@ -134,7 +134,7 @@ def sampled_point(_: str) -> dict[str, Any]:
 
 
 def federation_point(value: str) -> dict[str, Any]:
-    """Memory, a round of ten clients, and a checkpoint, where all clients of the federation have been trained before."""
+    """Memory, a round of ten clients, and a checkpoint, where every client has been trained before."""
     from fedllm.costs import stored_values
     from fedllm.rounds import blank
     from fedllm.state import Checkpoints
@@ -207,10 +207,8 @@ def startup_point(recipe: str) -> dict[str, float]:
         lap("first step")
         raise StopIteration
 
-    try:
+    with contextlib.suppress(StopIteration):
         run_round(job.algorithm, job.problem, federation, info, clients, tracked, Plan(job.cohort, progress=stop))
-    except StopIteration:
-        pass
     found: dict[str, float] = {}
     for (_, begin), (name, end) in zip([("", 0.0), *laps], laps, strict=False):
         found[name] = found.get(name, 0.0) + end - begin

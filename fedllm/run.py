@@ -17,7 +17,6 @@ from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.export import save_adapter
 from fedllm.metrics import metric_for
-from fedllm.plots import plot_run
 from fedllm.profile import Profile, end_round, running, section
 from fedllm.recipe import FREE_KEYS, Recipe, load_recipe
 from fedllm.records import append_line, evaluate, partition_summary, round_line, run_result, start_costs
@@ -66,7 +65,7 @@ def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None, *,
     if (folder / "result.json").is_file():
         say(f"{folder} is finished already; its result stands. For a new run choose another run.dir")
         if not (folder / "curves.png").is_file():
-            plot_run(folder)
+            _plot(folder)
         return _read(folder)
     require_installed(recipe.run.trackers)
     checkpoints = Checkpoints(folder / "checkpoints", warn)
@@ -212,7 +211,7 @@ def _finish(
         save_adapter(job.model, folder / "adapter", _base_name(job), job.backbone.tokenizer)
         result = run_result(job, federation, metrics, facts)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")
-        picture = plot_run(folder)
+        picture = _plot(folder)
     except OSError as error:
         raise RunError(f"{folder} could not be written: {error}; the last checkpoint is intact") from error
     finally:
@@ -221,6 +220,13 @@ def _finish(
     say(f"{folder}: {final} after {federation.round} rounds", "bold")
     say(f"adapter in {folder / 'adapter'}, curves in {picture}")
     return RunResult(folder, result, metrics)
+
+
+def _plot(folder: Path) -> Path:
+    """The picture of a run. Matplotlib is half a second of start-up, and only wanted at the end."""
+    from fedllm.plots import plot_run
+
+    return plot_run(folder)
 
 
 def _base_name(job: Job) -> str:

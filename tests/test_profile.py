@@ -28,6 +28,11 @@ class Watch:
         with section(name):
             self.now += seconds
 
+    def fail(self, name: str, seconds: float) -> None:
+        with section(name):
+            self.now += seconds
+            raise ValueError("full")
+
 
 def test_each_second_is_charged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
@@ -75,9 +80,8 @@ def test_a_section_that_fails_leaves_the_next_ones_right(tmp_path: Path, monkeyp
     watch = Watch(monkeypatch)
     profile = Profile(tmp_path / "profile.json", CPU)
     with running(profile):
-        with pytest.raises(ValueError, match="full"), section("checkpoint"):
-            watch.now += 1.0
-            raise ValueError("full")
+        with pytest.raises(ValueError, match="full"):
+            watch.fail("checkpoint", 1.0)
         watch.work("reduce", 2.0)
         end_round(1)
     assert (profile.rounds[0]["checkpoint"], profile.rounds[0]["reduce"]) == (1.0, 2.0)
