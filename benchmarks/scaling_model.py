@@ -1,30 +1,20 @@
 """What a round costs in memory and time for bases and federations that do not fit this machine.
 
-python benchmarks/scaling_model.py     # writes the tables of docs/scaling.md, from here and from scale/sweep.json
-
-Plain arithmetic on sizes. The memory terms are tested against the library's own tensors (tests/test_scaling.py) and
-measured by benchmarks/scaling_sweep.py; what is assumed of hardware is in `Gpu` and `Host`, and nowhere else.
+Plain arithmetic on sizes; benchmarks/scaling_page.py makes the tables of docs/scaling.md with it. The memory terms are
+tested against the library's own tensors (tests/test_scaling.py) and measured by benchmarks/scaling_sweep.py; what is
+assumed of hardware is in `Gpu` and `Host`, and nowhere else.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from fedllm.algorithms import Algorithm, load_algorithm
-from fedllm.algorithms.base import RoundInfo, Rows, State
+from fedllm.algorithms.base import RoundInfo, Rows, State, Vectors
 from fedllm.blocks import BlockPartition
 from fedllm.costs import stored_values
-
-HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "scaling.md"
-SWEEP = HERE / "scale" / "sweep.json"
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -100,6 +90,11 @@ def row_vectors(alg: Algorithm) -> dict[str, int]:
 
 def _count(state: State) -> int:
     return len({value.data_ptr() for value in state.values()})
+
+
+def _long(vectors: Vectors) -> int:
+    """How many of them have d values; those of one value a block are too short to count."""
+    return sum(of == "d" for of in vectors.values())
 
 
 @dataclass(frozen=True)
@@ -182,8 +177,8 @@ class Work:
         """Bytes between rank 0 and the others in a round: x and the server's vectors down and each client's state both
         ways, and the sums up (float64: uploads, tracked ones, and two to four of the drift)."""
         alg, others = self.rule, self.gpus - 1
-        down = 4 * self.dim * (1 + len(alg.server_vectors()))
-        up = 8 * self.dim * (len(alg.uploads()) + len(alg.tracked_uploads()) + (4 if alg.moment else 2))
+        down = 4 * self.dim * (1 + _long(alg.server_vectors()))
+        up = 8 * self.dim * (_long(alg.uploads()) + _long(alg.tracked_uploads()) + (4 if alg.moment else 2))
         return others * (down + up) + 2 * self.state * self.sampled * others / self.gpus
 
     def seconds(self, gpu: Gpu, host: Host) -> dict[str, float]:
@@ -198,119 +193,3 @@ class Work:
             "state": 2 * mine * self.state / gpu.link,
             "messages": self.messages() / host.messages,
         }
-
-
-LLAMA_7B = Base("Llama-2 7B", 4096, 11008, 32, 32, 32, 32000)
-BASES = (
-    Base("1.1B (TinyLlama)", 2048, 5632, 22, 32, 4, 32000),
-    Base("3B (Llama-3.2)", 3072, 8192, 28, 24, 8, 128256),
-    LLAMA_7B,
-)
-ALGORITHMS = ("fedavg", "fedadamw", "scaffold", "fadamgc")
-
-
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def gpu_table() -> str:
-    """Memory of a GPU by base and precision, at cohorts of one client."""
-    rows = []
-    for base in BASES:
-        for name, weight_bytes in (("bfloat16", 2.0), ("4 bit", 0.5625)):
-            work = Work(base, weight_bytes=weight_bytes)
-            parts = work.gpu_bytes()
-            sliced = Work(base, weight_bytes=weight_bytes, slices=4)
-            rows.append(
-                [
-                    f"{base.name}, {name}",
-                    f"{work.dim / 1e6:.1f}",
-                    *(f"{value / GIB:.1f}" for value in parts.values()),
-                    f"{work.largest_cohort(Gpu())}",
-                    f"{sliced.largest_cohort(Gpu())}",
-                    f"{work.largest_cohort(Gpu(memory=141e9))}",
-                ]
-            )
-    heads = ["base", "d, millions", "base GiB", "rows GiB a client", "activations GiB a client"]
-    return table([*heads, "clients that fit 80 GB", "in 4 slices", "clients that fit 141 GB"], rows)
-
-
-def round_table() -> str:
-    """Seconds of a round, and memory of the host, by algorithm."""
-    rows = []
-    for algorithm in ALGORITHMS:
-        work = Work(LLAMA_7B, algorithm)
-        seconds = work.seconds(Gpu(), Host())
-        state = work.host_bytes()["state of all clients"]
-        rows.append(
-            [
-                algorithm,
-                *(f"{value:.2g}" if value < 1 else f"{value:.1f}" for value in seconds.values()),
-                f"{sum(seconds.values()):.0f}",
-                f"{seconds['messages'] / sum(seconds.values()):.0%}",
-                f"{work.state / 1e6:.0f}",
-                f"{state / 1e9:,.0f}",
-            ]
-        )
-    heads = ["algorithm", "model s", "arithmetic s", "state s", "messages s", "round s", "messages, share"]
-    return table([*heads, "state a client, MB", "state of 10,000, GB"], rows)
-
-
-def check_tables(sweep: dict[str, Any]) -> str:
-    """Predicted against measured, from scale/sweep.json."""
-    rate = max(point["operations"] / min(point["seconds"]) for point in sweep["speed"])
-    speed = [
-        [
-            point["name"],
-            f"{point['frozen'] / 1e6:.1f}",
-            f"{point['operations'] / 1e9:.1f}",
-            f"{point['operations'] / rate:.2f}",
-            f"{min(point['seconds']):.2f}",
-            f"{point['operations'] / min(point['seconds']) / 1e9:.1f}",
-            f"{point['operations'] / min(point['seconds']) / sweep['product_rate']:.2f}",
-        ]
-        for point in sweep["speed"]
-    ]
-    memory = [
-        [
-            str(point["cohort"]),
-            f"{point['rows'] / 2**20:.0f}",
-            f"{point['activations'] / 2**20:.0f}",
-            f"{(point['rows'] + point['activations']) / 2**20:.0f}",
-            f"{point['measured'] / 2**20:.0f}",
-            f"{point['measured'] / (point['rows'] + point['activations']):.2f}",
-        ]
-        for point in sweep["memory"]
-    ]
-    heads = ["hidden x layers", "frozen, millions", "Gop", "predicted s", "measured s", "Gop/s", "of a plain product"]
-    return "\n\n".join(
-        (
-            table(heads, speed),
-            table(["cohort", "rows MiB", "activations MiB", "predicted MiB", "measured MiB", "ratio"], memory),
-            table(
-                ["message of", "MB/s"],
-                [
-                    [f"{point['bytes'] / 1e6:.0f} MB", f"{point['bytes'] / point['seconds'] / 1e6:,.0f}"]
-                    for point in sweep["messages"]
-                ],
-            ),
-        )
-    )
-
-
-def filled(text: str) -> str:
-    """The page with its tables, each between `<!-- name -->` and `<!-- end -->`, made anew."""
-    tables = {
-        "gpu": gpu_table(),
-        "round": round_table(),
-        "checks": check_tables(json.loads(SWEEP.read_text(encoding="utf-8"))),
-    }
-    for name, made in tables.items():
-        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>\n{made}\n\n\g<2>", text, flags=re.DOTALL)
-    return text
-
-
-if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -21,7 +21,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from scaling_model import SWEEP, Base, row_vectors
+from scaling_model import Base, row_vectors
+from scaling_page import SWEEP
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
 from fedllm.algorithms import load_algorithm

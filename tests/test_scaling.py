@@ -18,7 +18,8 @@ from fedllm.rounds import Federation, blank, round_info, run_round
 from fedllm.training import train_share
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from scaling_model import PAGE, Base, Work, filled, row_vectors
+from scaling_model import Base, Work, row_vectors
+from scaling_page import PAGE, filled
 from scaling_sweep import problem
 
 BASE = Base("small", hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, vocabulary=50)
@@ -106,5 +107,5 @@ def test_state_rows_and_messages(algorithm: str) -> None:
 
 def test_the_page_is_what_the_model_gives() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text.count("<!-- end -->") == 3
+    assert text.count("<!-- end -->") == 5
     assert filled(text) == text
