@@ -111,11 +111,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine around the GPUs. messages: bytes a second that rank 0 packs, sends or receives, and unpacks, which
-    it does with one process after the other."""
+    """The machine around the GPUs. messages: bytes a second that rank 0 packs and sends, or receives and unpacks, with
+    one process after the other. Here, with one core as both ends, it was 0.26e9 for 100 MB."""
 
-    memory: float = 2e12
-    messages: float = 1e9
+    messages: float = 0.4e9
 
 
 @dataclass(frozen=True)
