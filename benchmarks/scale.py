@@ -50,12 +50,17 @@ def main() -> int:
         "versions": versions(),
         "sampled": _fresh("sampled", ""),
         "federation": [_fresh("federation", str(clients)) for clients in FEDERATIONS],
-        "startup": {recipe: _fresh("startup", recipe) for recipe in arguments.startup},
+        "startup": {recipe: _startup(recipe) for recipe in arguments.startup},
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, arguments.out / "scale.png")
     return 0
+
+
+def _startup(recipe: str) -> Any:
+    """The faster of two processes."""
+    return min((_fresh("startup", recipe) for _ in range(2)), key=lambda found: sum(found.values()))
 
 
 def _fresh(kind: str, value: str) -> Any:
