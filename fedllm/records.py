@@ -134,6 +134,7 @@ def run_result(
             "threads": job.machine.threads,
             "precision": job.machine.precision,
             "cohort": job.cohort,
+            "packed": job.problem.layout is not None,
             "processes": job.machine.processes,
             "shares": facts["shares"],
         },
