@@ -90,8 +90,7 @@ class Profile:
         """Adds the round that is over, writes the file, and begins the next round."""
         seconds = self._now() - self._began
         self._seconds["other"] = seconds - sum(self._seconds.values())
-        line = {"seconds": seconds, **self._seconds}
-        self.rounds.append({"round": round, **{name: _rounded(value) for name, value in line.items()}})
+        self.rounds.append({"round": round, **_in_short({"seconds": seconds, **self._seconds})})
         self._write()
         self.begin_round()
 
@@ -133,9 +132,9 @@ class Profile:
         whole = {
             "device": str(self.device),
             "processes": self.processes,
-            "mean": {name: _rounded(value) for name, value in self.mean().items()},
-            "percent": self.percent(),
-            "percent_of_training": self.percent(without=APART),
+            "mean": _in_short(self.mean()),
+            "percent": _in_short(self.percent()),
+            "percent_of_training": _in_short(self.percent(without=APART)),
             "rounds": self.rounds,
         }
         replace_text(self.path, json.dumps(whole, indent=1) + "\n")
@@ -146,6 +145,6 @@ def _besides(found: dict[str, float]) -> float:
     return sum(value for name, value in found.items() if name not in ("forward", "backward"))
 
 
-def _rounded(seconds: float) -> float:
-    """To the microsecond."""
-    return round(seconds, 6)
+def _in_short(found: dict[str, float]) -> dict[str, float]:
+    """To the sixth place: microseconds."""
+    return {name: round(value, 6) for name, value in found.items()}
