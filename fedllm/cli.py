@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     run = _command(commands, "run", _run, "run a recipe", _RecipeHelp)
     _recipe_arguments(run)
     run.add_argument("--dry-run", action="store_true", help="check everything up to the first step and print the plan")
+    run.add_argument("--profile", action="store_true", help="measure where the rounds' time goes and print it")
 
     sweep = _command(commands, "sweep", _sweep, "run a grid of settings and seeds over a recipe", _GridHelp)
     sweep.add_argument("recipe", help="a recipe's YAML file")
@@ -163,7 +164,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             dry_run(recipe, crew)
         else:
-            run(recipe, crew=crew)
+            run(recipe, crew=crew, profile=arguments.profile)
 
     return _together(work)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedllm.algorithms.base import Algorithm, RoundInfo, State
 from fedllm.errors import RunError, UserError
 from fedllm.processes import Links, LostError, Message, StoppedError
+from fedllm.profile import section
 from fedllm.training import Share, under
 
 if TYPE_CHECKING:
@@ -170,25 +171,34 @@ class Captain(Crew):
         self._replies = {}
         self._doing = {rank: doing(rank) for rank in tasks}
         try:
-            for rank, (head, tensors) in tasks.items():
-                try:
-                    self._links.send(rank, {**head, "call": self._call, "timeout": self._links.timeout}, tensors)
-                except OSError as error:
-                    raise self._lost(rank) from error
+            with section("wait"):
+                self._send(tasks)
             result = own()
-            while self._doing:
-                if not self._collect(self._links.timeout):
-                    waiting = "; ".join(f"process {rank} was {what}" for rank, what in self._doing.items())
-                    raise RunError(
-                        f"no answer for {self._links.timeout:g} s (run.timeout): {waiting}. The last checkpoint is "
-                        f"intact: the same command goes on from it"
-                    )
+            with section("wait"):
+                self._wait()
         except StoppedError:
             self._collect(1.0)  # the launcher stops every process when one is lost: say which
             raise
         finally:
             self._doing = {}
         return result, self._replies
+
+    def _send(self, tasks: dict[int, Message]) -> None:
+        for rank, (head, tensors) in tasks.items():
+            try:
+                self._links.send(rank, {**head, "call": self._call, "timeout": self._links.timeout}, tensors)
+            except OSError as error:
+                raise self._lost(rank) from error
+
+    def _wait(self) -> None:
+        """Until every process has answered."""
+        while self._doing:
+            if not self._collect(self._links.timeout):
+                waiting = "; ".join(f"process {rank} was {what}" for rank, what in self._doing.items())
+                raise RunError(
+                    f"no answer for {self._links.timeout:g} s (run.timeout): {waiting}. The last checkpoint is "
+                    f"intact: the same command goes on from it"
+                )
 
     def _collect(self, timeout: float) -> bool:
         """Takes the replies that are there within `timeout` seconds; whether there were any."""

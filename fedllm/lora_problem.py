@@ -17,6 +17,7 @@ from fedllm.dropout import row_keys
 from fedllm.masks import is_causal
 from fedllm.packing import Layout, Packed, find_layout, pack
 from fedllm.problem import Problem
+from fedllm.profile import section
 from fedllm.quantised import settle
 from fedllm.space import ParameterSpace
 from fedllm.tokens import Tokens, send
@@ -25,7 +26,8 @@ from fedllm.tokens import Tokens, send
 SLICE_OVERHEAD = {"cpu": 64.0, "cuda": 4096.0}
 # Tokens of a pass over packed rows, unless a client's batch alone has more. On a CPU larger ones only take more memory.
 PASS_TOKENS = {"cpu": 2048, "cuda": 131072}
-EVAL_TOKENS = {"cpu": 4096, "cuda": 131072}
+# Tokens of an evaluation batch. On a CPU more than this leave its caches (benchmarks/RESULTS.md, Profile).
+EVAL_TOKENS = {"cpu": 1024, "cuda": 131072}
 
 
 class LoraProblem(Problem):
@@ -79,13 +81,17 @@ class LoraProblem(Problem):
         return self.loss_and_gradient(X, clients, round, step)[1]
 
     def loss_and_gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> tuple[Tensor, Tensor]:
-        batches = [self._batches.indices(client, round, step) for client in clients]
+        with section("data"):
+            batches = [self._batches.indices(client, round, step) for client in clients]
         if self.layout is not None:
             return self._packed(X, batches, clients, round, step)
+        with section("data"):
+            micros = micro_batches(batches, self._lengths, overhead=self._overhead, slices=self._slices)
         X = X.detach().requires_grad_()
         losses = torch.zeros(len(clients), device=X.device)
-        for micro in micro_batches(batches, self._lengths, overhead=self._overhead, slices=self._slices):
-            keys = row_keys(self._seed, round, step, clients, micro.slots)
+        for micro in micros:
+            with section("data"):
+                keys = row_keys(self._seed, round, step, clients, micro.slots)
             losses += self._backward(X, micro, [len(batch) for batch in batches], keys)
         return losses, _grad(X)
 
@@ -96,13 +102,15 @@ class LoraProblem(Problem):
         assert self.layout is not None
         losses, gradients = torch.zeros(len(clients), device=X.device), torch.empty_like(X)
         for part in self._passes(batches):
-            samples = aligned(batches[part])
-            rows = pack(self._tokens, samples, self.layout, equal=self._equal_rows, pad_id=self._pad_id)
-            slots = torch.arange(samples.shape[1]).expand(samples.shape)
-            keys = send(row_keys(self._seed, round, step, clients[part], slots), X.device)
+            with section("data"):
+                samples = aligned(batches[part])
+                rows = pack(self._tokens, samples, self.layout, equal=self._equal_rows, pad_id=self._pad_id)
+                rows = rows.to(X.device)
+                slots = torch.arange(samples.shape[1]).expand(samples.shape)
+                keys = send(row_keys(self._seed, round, step, clients[part], slots), X.device)
             leaves = X[part].detach().requires_grad_()
-            with self._precision():
-                logits = self._model.packed(leaves, rows.to(X.device), keys)
+            with section("forward"), self._precision():
+                logits = self._model.packed(leaves, rows, keys)
             losses[part] = self._descend(logits, torch.from_numpy(samples))
             gradients[part] = _grad(leaves)
         return losses, gradients
@@ -174,10 +182,11 @@ class LoraProblem(Problem):
 
     def _backward(self, X: Tensor, micro: MicroBatch, counts: list[int], keys: Tensor | None) -> Tensor:
         """Adds a slice's part of the gradient to X.grad; returns its part of the losses [C]."""
-        real = micro.samples >= 0
-        index = torch.where(real, micro.samples, self._shortest).reshape(-1)
-        inputs = self._inputs(self._tokens, index, real.reshape(-1), micro.length)
-        with self._precision():
+        with section("data"):
+            real = micro.samples >= 0
+            index = torch.where(real, micro.samples, self._shortest).reshape(-1)
+            inputs = self._inputs(self._tokens, index, real.reshape(-1), micro.length)
+        with section("forward"), self._precision():
             logits = self._model(X, inputs, None if keys is None else send(keys, X.device))
         return self._descend(logits, micro.samples, counts)
 
@@ -186,16 +195,19 @@ class LoraProblem(Problem):
 
         samples [C, m], -1 for none. counts [C]: samples that a client's mean is over, None for those given.
         """
-        real = samples >= 0
-        sizes = real.sum(dim=1) if counts is None else torch.tensor(counts)
-        weight = send((real / sizes[:, None]).to(logits.dtype), logits.device)
-        labels = send(self._tokens.labels[samples.clamp(min=0).reshape(-1)], logits.device)
-        if self._regression:
-            loss = F.mse_loss(logits[:, 0], labels.float(), reduction="none")
-        else:
-            loss = F.cross_entropy(logits, labels, reduction="none")
-        losses = (loss.view_as(weight) * weight).sum(dim=1)
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+        with section("data"):
+            real = samples >= 0
+            sizes = real.sum(dim=1) if counts is None else torch.tensor(counts)
+            weight = send((real / sizes[:, None]).to(logits.dtype), logits.device)
+            labels = send(self._tokens.labels[samples.clamp(min=0).reshape(-1)], logits.device)
+        with section("forward"):
+            if self._regression:
+                loss = F.mse_loss(logits[:, 0], labels.float(), reduction="none")
+            else:
+                loss = F.cross_entropy(logits, labels, reduction="none")
+            losses = (loss.view_as(weight) * weight).sum(dim=1)
+        with section("backward"):
+            losses.sum().backward()  # type: ignore[no-untyped-call]
         return losses.detach()
 
     def _inputs(

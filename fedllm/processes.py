@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import signal
-import struct
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
@@ -27,7 +26,6 @@ from fedllm.errors import RunError
 
 Message = tuple[dict[str, Any], State]
 _MEETING = timedelta(minutes=5)  # for all processes to start
-_HEAD = struct.Struct("<Q")
 
 
 class LostError(Exception):
@@ -60,9 +58,8 @@ class Links:
 
     def send(self, rank: int, head: dict[str, Any], tensors: State) -> None:
         """Raises OSError where the other end is gone."""
-        words = json.dumps(head).encode()
-        packed = save({name: _copy(value) for name, value in tensors.items()})
-        self._connections[rank].send_bytes(b"".join((_HEAD.pack(len(words)), words, packed)))
+        self._connections[rank].send_bytes(json.dumps(head).encode())
+        self._connections[rank].send_bytes(save({name: _copy(value) for name, value in tensors.items()}))
 
     def ready(self, ranks: list[int], timeout: float) -> list[int]:
         """Those that have sent something, or are gone; returns as soon as there is one, or after `timeout` seconds."""
@@ -72,11 +69,10 @@ class Links:
     def receive(self, rank: int) -> Message:
         """The next message of a process that is ready. LostError where it is gone."""
         try:
-            data = self._connections[rank].recv_bytes()
+            head, packed = self._connections[rank].recv_bytes(), self._connections[rank].recv_bytes()
         except (EOFError, OSError) as error:
             raise LostError from error
-        end = _HEAD.size + _HEAD.unpack_from(data)[0]
-        return json.loads(data[_HEAD.size : end]), load(data[end:])
+        return json.loads(head), load(packed)
 
     def close(self) -> None:
         """Ends the connections, and with them the workers at their other ends. This process is about to end too."""

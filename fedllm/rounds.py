@@ -17,6 +17,7 @@ from fedllm.clients import ClientStore
 from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.problem import Problem
+from fedllm.profile import section
 from fedllm.random import numpy_rng
 from fedllm.training import Share, chunks, deal, train_share
 
@@ -165,17 +166,21 @@ def run_round(
         mine = {client: steps[client] for client in share}
         return train_share(alg, problem, federation, info, mine, set(tracked), plan.cohort, progress)
 
-    found = Share.empty(alg, federation.x, info)
-    for part in plan.crew.train(alg, federation, info, shares, tracked, plan.cohort, train):
-        found.join(part)
+    parts = plan.crew.train(alg, federation, info, shares, tracked, plan.cohort, train)
     down = federation.x.nbytes + sum(federation.server[name].nbytes for name in alg.downloads())
-    reduction = found.reduction
-    _require_enough(reduction.clients, plan.min_clients, found.rejected, info.index)
-    x, server = alg.aggregate(federation.x, federation.server, reduction.result(), info)
-    if not all(bool(torch.isfinite(value).all()) for value in (x, *server.values())):
-        raise RunError(f"round {info.index + 1}: the aggregated model is not finite; lower algorithm.lr or server_lr")
-    for accepted, state in found.kept:
-        federation.clients.put(accepted, state)
+    with section("reduce"):
+        found = Share.empty(alg, federation.x, info)
+        for part in parts:
+            found.join(part)
+        _require_enough(found.reduction.clients, plan.min_clients, found.rejected, info.index)
+        x, server = alg.aggregate(federation.x, federation.server, found.reduction.result(), info)
+        if not all(bool(torch.isfinite(value).all()) for value in (x, *server.values())):
+            raise RunError(
+                f"round {info.index + 1}: the aggregated model is not finite; lower algorithm.lr or server_lr"
+            )
+        for accepted, state in found.kept:
+            federation.clients.put(accepted, state)
+        drift = found.drift.measures()
     federation.x, federation.server, federation.round = x, server, info.index + 1
     train_loss = float(torch.tensor(found.losses, dtype=torch.float64).mean()) if found.losses else None
     return RoundReport(
@@ -187,7 +192,7 @@ def run_round(
         bytes_down=down * len(clients),
         client_bytes=down + found.most_up,
         compute_seconds=found.slowest,
-        drift=found.drift.measures(),
+        drift=drift,
     )
 
 

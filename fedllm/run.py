@@ -17,11 +17,11 @@ from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.export import save_adapter
 from fedllm.metrics import metric_for
+from fedllm.profile import Profile, end_round, running, section
 from fedllm.recipe import FREE_KEYS, Recipe, load_recipe
 from fedllm.records import append_line, evaluate, partition_summary, round_line, run_result, start_costs
 from fedllm.results import rounds_to
 from fedllm.rounds import Federation, Plan, blank, run_round, sample, start
-from fedllm.run_plot import plot_run
 from fedllm.state import Checkpoints, Snapshot, replace_text
 from fedllm.trackers import Trackers, require_installed
 
@@ -35,14 +35,16 @@ class RunResult:
     metrics: list[dict[str, Any]]
 
 
-def run_recipe(path: str | Path, overrides: Sequence[str] = (), run_dir: str | Path | None = None) -> RunResult:
+def run_recipe(
+    path: str | Path, overrides: Sequence[str] = (), run_dir: str | Path | None = None, *, profile: bool = False
+) -> RunResult:
     """Runs the recipe in a file with overrides "section.key=value" on top; the same as `fedllm run`.
 
     run_dir: the run folder, over the recipe's run.dir. A run that was interrupted goes on from its last good checkpoint
-    (run.resume: auto); one that is finished is read and returned.
+    (run.resume: auto); one that is finished is read and returned. profile: see `run`.
     Raises UserError for mistakes in what was given, RunError for a run that cannot go on.
     """
-    return run(with_dir(load_recipe(path, overrides), run_dir))
+    return run(with_dir(load_recipe(path, overrides), run_dir), profile=profile)
 
 
 def dry_run(recipe: Recipe, crew: Crew | None = None) -> None:
@@ -53,16 +55,17 @@ def dry_run(recipe: Recipe, crew: Crew | None = None) -> None:
     console.print(plan_table(crew.assemble(recipe, lambda: assemble(recipe, processes=crew.size))))
 
 
-def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None) -> RunResult:
+def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None, *, profile: bool = False) -> RunResult:
     """Runs a recipe; see run_recipe. shelf: what it may share with the recipes run before and after it. crew: the
-    processes that do it, default this one alone."""
+    processes that do it, default this one alone. profile: measure where this process's time goes, print it at the end
+    and leave it in the run folder's profile.json."""
     crew = crew or Crew()
     folder = run_folder(recipe)
     _check_folder(folder, recipe)
     if (folder / "result.json").is_file():
         say(f"{folder} is finished already; its result stands. For a new run choose another run.dir")
         if not (folder / "curves.png").is_file():
-            plot_run(folder)
+            _plot(folder)
         return _read(folder)
     require_installed(recipe.run.trackers)
     checkpoints = Checkpoints(folder / "checkpoints", warn)
@@ -78,8 +81,14 @@ def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None) ->
     replace_text(folder / "recipe.yaml", recipe.yaml())
     replace_text(folder / "partition.json", json.dumps(partition_summary(job)) + "\n")
     federation, metrics, facts = _begin(job, snapshot, crew)
-    _train(job, federation, metrics, facts, checkpoints, folder, crew)
-    return _finish(job, federation, metrics, facts, folder)
+    watch = None
+    if profile:
+        watch = Profile(folder / "profile.json", job.machine.device, done=federation.round, processes=crew.size)
+    _train(job, federation, metrics, facts, checkpoints, folder, crew, watch)
+    result = _finish(job, federation, metrics, facts, folder)
+    if watch is not None and watch.rounds:
+        console.print(watch.table())
+    return result
 
 
 def _check_folder(folder: Path, recipe: Recipe) -> None:
@@ -149,13 +158,14 @@ def _train(
     checkpoints: Checkpoints,
     folder: Path,
     crew: Crew,
+    profile: Profile | None,
 ) -> None:
     """The rounds; everything a round leaves behind is on disk before the next one begins."""
     recipe, info = job.recipe, job.info
     path = folder / "metrics.jsonl"
     replace_text(path, "".join(json.dumps(line) + "\n" for line in metrics))
     trackers = Trackers(recipe.run.trackers, folder, federation.round, recipe.sections())
-    with RoundProgress(info.total, federation.round) as progress, trackers:
+    with RoundProgress(info.total, federation.round) as progress, trackers, running(profile):
         plan = Plan(job.cohort, recipe.federation.min_clients, progress.step, facts["shares"], crew)
         while not _complete(recipe, federation.round, metrics):
             began = time.perf_counter()
@@ -165,14 +175,17 @@ def _train(
                 warn(f"round {federation.round}: client {client} rejected: {why}")
             line = round_line(job, federation.round, report, time.perf_counter() - began)
             if federation.round % recipe.eval.every == 0 or federation.round == info.total:
-                line |= evaluate(job, federation, crew)
+                with section("evaluate"):
+                    line |= evaluate(job, federation, crew)
             metrics.append(line)
             append_line(path, line)
             trackers.write(line)
             progress.finish(federation.round, _note(job, metrics))
             last = _complete(recipe, federation.round, metrics)
             if last or federation.round % recipe.run.checkpoint_every == 0:
-                checkpoints.save(federation, metrics, facts)
+                with section("checkpoint"):
+                    checkpoints.save(federation, metrics, facts)
+            end_round(federation.round)
 
 
 def _complete(recipe: Recipe, round: int, metrics: list[dict[str, Any]]) -> bool:
@@ -198,7 +211,7 @@ def _finish(
         save_adapter(job.model, folder / "adapter", _base_name(job), job.backbone.tokenizer)
         result = run_result(job, federation, metrics, facts)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")
-        picture = plot_run(folder)
+        picture = _plot(folder)
     except OSError as error:
         raise RunError(f"{folder} could not be written: {error}; the last checkpoint is intact") from error
     finally:
@@ -207,6 +220,13 @@ def _finish(
     say(f"{folder}: {final} after {federation.round} rounds", "bold")
     say(f"adapter in {folder / 'adapter'}, curves in {picture}")
     return RunResult(folder, result, metrics)
+
+
+def _plot(folder: Path) -> Path:
+    """The picture of a run. Matplotlib is half a second of start-up, and only wanted at the end."""
+    from fedllm.run_plot import plot_run
+
+    return plot_run(folder)
 
 
 def _base_name(job: Job) -> str:

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -24,7 +24,9 @@ from torch import Tensor
 
 from fedllm.algorithms.base import State
 from fedllm.errors import RunError, UserError
-from fedllm.rounds import Federation
+
+if TYPE_CHECKING:
+    from fedllm.rounds import Federation
 
 _MANIFEST, _SERVER, _METRICS = "manifest.json", "server.safetensors", "metrics.jsonl"
 _KEEP = 2

@@ -14,6 +14,7 @@ from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, clip
 from fedllm.drift import Drift
 from fedllm.errors import UserError
 from fedllm.problem import Problem
+from fedllm.profile import section
 from fedllm.reduction import Reduction
 from fedllm.uploads import faults
 
@@ -126,16 +127,17 @@ def train_share(
             raise
         sent = [_upload_bytes(alg, upload, client in tracked) for client in cohort]
         share.bytes_up, share.most_up = share.bytes_up + sum(sent), max(share.most_up, *sent)
-        bad = faults(state, reduction.kept_lengths, federation.x.dtype, len(cohort))
-        bad |= faults(upload, reduction.lengths, federation.x.dtype, len(cohort))
-        share.rejected |= {cohort[row]: why for row, why in bad.items()}
-        good = [row for row in range(len(cohort)) if row not in bad]
-        accepted = [cohort[row] for row in good]
-        if good:
-            reduction.add(upload, rows, good, _weights(alg, problem, accepted, federation.x))
-            share.drift.add(federation.x, local, good)
-            share.kept.append((accepted, {name: value[good] for name, value in state.items()}))
-            share.losses += [] if loss is None else loss[good].tolist()
+        with section("reduce"):
+            bad = faults(state, reduction.kept_lengths, federation.x.dtype, len(cohort))
+            bad |= faults(upload, reduction.lengths, federation.x.dtype, len(cohort))
+            share.rejected |= {cohort[row]: why for row, why in bad.items()}
+            good = [row for row in range(len(cohort)) if row not in bad]
+            accepted = [cohort[row] for row in good]
+            if good:
+                reduction.add(upload, rows, good, _weights(alg, problem, accepted, federation.x))
+                share.drift.add(federation.x, local, good)
+                share.kept.append((accepted, {name: value[good] for name, value in state.items()}))
+                share.losses += [] if loss is None else loss[good].tolist()
         del local  # before the next cohort makes its own
         share.slowest = max(share.slowest, (time.perf_counter() - began) * max(counts) / sum(counts))
     return share
@@ -165,27 +167,30 @@ def _train(
     the first rows."""
     x = federation.x.expand(len(clients), -1)
     steps = torch.tensor(counts)
-    kept = federation.clients.get(clients, x.device)
     rates = alg.rates(steps, info).to(x)
     rows = Rows(
         steps=steps[:, None].to(x),
         rate_sum=rates.sum(dim=1, keepdim=True),
         tracked=torch.tensor([[client in tracked] for client in clients], device=x.device),
     )
-    local = alg.begin(x, federation.server, kept, info)
+    with section("optimizer"):
+        kept = federation.clients.get(clients, x.device)
+        local = alg.begin(x, federation.server, kept, info)
     losses: Tensor | None = None
     for k in range(counts[0]):
         active = sum(count > k for count in counts)
         view = {name: value[:active] for name, value in local.items()}
         before = dict(view)
         loss, g = problem.loss_and_gradient(view["x"], clients[:active], info.index, k)
-        alg.step(view, clip(g, alg.clip_norm), k + 1, rates[:active, k : k + 1], info)
+        with section("optimizer"):
+            alg.step(view, clip(g, alg.clip_norm), k + 1, rates[:active, k : k + 1], info)
         _require_in_place(alg, before, view)
         if loss is not None:
             losses = torch.zeros(len(clients), device=x.device) if losses is None else losses
             losses[:active] += loss.detach()
         progress(active)
-    upload, state = alg.end(local, x, federation.server, kept, rows, info)
+    with section("optimizer"):
+        upload, state = alg.end(local, x, federation.server, kept, rows, info)
     return Trained(rows, local, upload, state, None if losses is None else losses / rows.steps[:, 0])
 
 

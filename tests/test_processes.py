@@ -67,9 +67,11 @@ def test_two_processes_give_the_bits_of_one(tiny: Path, tmp_path: Path, one: Pat
     """FAdamGC over four rounds, its start from full gradients included; state, metrics and evaluation too. Then one
     process goes on from a checkpoint of two."""
     folder = tmp_path / "two"
-    done = launch("scripts/fedtune.py", str(tiny / "recipe.yaml"), f"run.dir={folder}", *OVERRIDES)
+    done = launch("scripts/fedtune.py", str(tiny / "recipe.yaml"), f"run.dir={folder}", *OVERRIDES, "--profile")
     assert done.returncode == 0, done.stderr
     assert same_bits(folder, one)
+    assert "where the time of 4 rounds went of process 0 of 2, cpu" in done.stdout
+    assert all(line["wait"] > 0.0 for line in json.loads((folder / "profile.json").read_text())["rounds"])
     assert numbers(folder) == numbers(one)
     kept = sorted((one / "checkpoints" / "000004" / "clients").iterdir())
     assert kept

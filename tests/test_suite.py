@@ -94,7 +94,7 @@ def table(folder: Path) -> dict[str, dict[str, str]]:
 def test_an_interrupted_suite_goes_on_where_it_was_and_ends_in_one_table(
     stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fedllm.run, "plot_run", lambda folder: folder / "curves.png")
+    monkeypatch.setattr(fedllm.run, "_plot", lambda folder: folder / "curves.png")
     with monkeypatch.context() as patch:
         counted(patch, stop_at=4)  # the last round of the second task
         assert glue(stand_ins, tmp_path) == 130
@@ -134,7 +134,7 @@ def test_an_interrupted_suite_goes_on_where_it_was_and_ends_in_one_table(
 def test_a_task_that_cannot_be_run_is_named_and_the_others_go_on(
     stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fedllm.run, "plot_run", lambda folder: folder / "curves.png")
+    monkeypatch.setattr(fedllm.run, "_plot", lambda folder: folder / "curves.png")
     hub = tmp_path / "hub"
     for task in ("sst2", "mrpc"):
         shutil.copytree(stand_ins / "hub" / "datasets" / "glue" / task, hub / "datasets" / "glue" / task)

@@ -1,0 +1,82 @@
+"""The figure of benchmarks/scale.py."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+_BLUE, _RED, _GREY = "#0072B2", "#D55E00", "#707070"
+_PHASES = ("#000000", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#D55E00")
+_STYLE: dict[Any, Any] = {
+    "font.size": 9.0, "axes.titlesize": 9.5, "axes.titlelocation": "left", "axes.titleweight": "bold",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#E4E4E4", "lines.linewidth": 1.7, "lines.markersize": 4.5, "legend.frameon": False,
+}  # fmt: skip
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Cost a sampled client, memory, and start-up, side by side, from what scale.json holds."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(9.6, 3.1), layout="constrained")
+        cost, memory, startup = figure.subplots(1, 3, width_ratios=(1, 1, 1.15))
+        _cost(cost, found)
+        _memory(memory, found)
+        _startup(startup, found)
+        figure.savefig(path, dpi=200)
+
+
+def _cost(axes: Axes, found: dict[str, Any]) -> None:
+    sampled = found["sampled"]["seconds_a_client"]
+    axes.plot([int(s) for s in sampled], [1e3 * statistics.median(v) for v in sampled.values()], "o-", color=_BLUE)
+    axes.annotate("of S sampled,\nN = 1000", (1, 1e3 * statistics.median(sampled["1"])), (8, -12), **_beside(_BLUE))
+    points = found["federation"]
+    values = [1e3 * statistics.median(point["seconds_a_round"]) / 10 for point in points]
+    axes.plot([point["clients"] for point in points], values, "s--", color=_RED)
+    axes.annotate(
+        "of N in the federation,\nS = 10", (points[-1]["clients"], values[-1]), (0, -30), ha="right", **_beside(_RED)
+    )
+    axes.set(xscale="log", ylim=(0, None), xlabel="clients", title="CPU ms a sampled client")
+
+
+def _beside(colour: str) -> dict[str, Any]:
+    return {"textcoords": "offset points", "color": colour, "fontsize": 8}
+
+
+def _memory(axes: Axes, found: dict[str, Any]) -> None:
+    points = found["federation"]
+    first, last = points[0], points[-1]
+    bare, of_a_client = first["peak_bytes"] - first["state_bytes"], first["state_bytes"] / first["clients"]
+    clients = [10 ** (1 + step / 20) for step in range(61)]
+    axes.plot(clients, [(bare + of_a_client * n) / 2**30 for n in clients], color=_GREY, linewidth=1.0)
+    axes.plot(
+        [point["clients"] for point in points], [point["peak_bytes"] / 2**30 for point in points], "s", color=_RED
+    )
+    axes.annotate("line: that of 10 clients\n+ state as computed", (10, 1.0), (0, 0), **_beside(_GREY))
+    axes.annotate("measured", (last["clients"], last["peak_bytes"] / 2**30), (-7, -2), ha="right", **_beside(_RED))
+    axes.set(xscale="log", ylim=(0, None), xlabel="clients of the federation, all trained", title="Peak memory, GiB")
+
+
+def _startup(axes: Axes, found: dict[str, Any]) -> None:
+    for place, phases in enumerate(found["startup"].values()):
+        left = 0.0
+        for colour, (name, seconds) in zip(_PHASES, phases.items(), strict=True):
+            axes.barh(place, seconds, left=left, color=colour, height=0.55, label=name if place == 0 else None)
+            left += seconds
+        axes.annotate(f"{left:.1f}", (left, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
+    names = [Path(recipe).stem for recipe in found["startup"]]
+    axes.set_yticks(range(len(names)), names)
+    axes.set(ylim=(-0.5, len(names) + 0.6), xlabel="CPU seconds", title="From start to the first step")
+    axes.grid(visible=False, axis="y")
+    axes.legend(ncols=4, fontsize=7.5, loc="upper left", columnspacing=0.9, handlelength=1.0)
+
+
+if __name__ == "__main__":
+    source = Path(sys.argv[1])
+    draw(json.loads(source.read_text()), source.with_suffix(".png"))
