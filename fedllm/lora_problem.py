@@ -29,7 +29,8 @@ class LoraProblem(Problem):
     model: a PEFT model whose trainable parameters, in their order, are the flat vector; the model is taken over (see
     CohortModel). tokens: the training samples. batches: who takes which. regression: squared error instead of
     cross-entropy. autocast: dtype of the matrix products, None for the model's own. slices: length-sorted slices a
-    batch, None for the best cut. The loss of a client is the mean over its own samples; padding has no weight.
+    batch, None for the best cut; may be changed between rounds. The loss of a client is the mean over its own samples;
+    padding has no weight.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class LoraProblem(Problem):
         self._tokens, self._batches = tokens, batches
         self._lengths = tokens.lengths.numpy()
         self._shortest = int(self._lengths.argmin())
-        self._regression, self._seed, self._slices, self._pad_id = regression, seed, slices, pad_id
+        self._regression, self._seed, self.slices, self._pad_id = regression, seed, slices, pad_id
         self._autocast = autocast
         self._overhead = SLICE_OVERHEAD[self.device.type]
 
@@ -73,7 +74,7 @@ class LoraProblem(Problem):
         batches = [self._batches.indices(client, round, step) for client in clients]
         X = X.detach().requires_grad_()
         losses = torch.zeros(len(clients), device=X.device)
-        for micro in micro_batches(batches, self._lengths, overhead=self._overhead, slices=self._slices):
+        for micro in micro_batches(batches, self._lengths, overhead=self._overhead, slices=self.slices):
             keys = row_keys(self._seed, round, step, clients, micro.slots)
             losses += self._backward(X, micro, [len(batch) for batch in batches], keys)
         return losses, _grad(X)
@@ -111,6 +112,42 @@ class LoraProblem(Problem):
             batches.append(torch.from_numpy(order[begin : begin + rows]))
             begin += rows
         return batches
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return int(self._lengths.max())
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of a client's step: a full batch of samples of mean length."""
+        return float(self._lengths.mean()) * self._batches.batch_size
+
+    def pass_tokens(self, clients: Sequence[int], steps: int) -> int:
+        """Padded tokens of the largest pass that these clients make together in the first `steps` steps of round 0."""
+        largest = 0
+        for step in range(steps):
+            batches = [self._batches.indices(client, 0, step) for client in clients]
+            cut = micro_batches(batches, self._lengths, overhead=self._overhead, slices=self.slices)
+            largest = max(largest, *(micro.samples.numel() * micro.length for micro in cut))
+        return largest
+
+    def kept_bytes(self, rows: int) -> int:
+        """Bytes that autograd keeps between forward and backward pass of the longest sample, taken `rows` times."""
+        kept: dict[int, int] = {}
+
+        def pack(value: Tensor) -> Tensor:
+            kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            return value
+
+        X = self._x0[None].clone().requires_grad_()
+        index = torch.full((rows,), int(self._lengths.argmax()))
+        keys = row_keys(self._seed, 0, 0, [0], torch.arange(rows)[None]).to(self.device)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value), self._precision():
+            self._model(X, self._inputs(self._tokens, index), keys)
+        weights = self._model.model
+        ours = {value.untyped_storage().data_ptr() for value in (*weights.parameters(), *weights.buffers())}
+        return sum(size for storage, size in kept.items() if storage not in ours)
 
     def release(self) -> None:
         """Gives the model back, with its own forward."""
