@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
 from workload import Work
 
@@ -29,7 +30,7 @@ from fedllm.assemble import Shelf
 from fedllm.console import say
 from fedllm.records import versions
 from fedllm.rounds import Plan, blank, run_round
-from fedllm.sizing import Need
+from fedllm.sizing import CPU_KEPT, Need
 
 HERE = Path(__file__).parent
 GPT2 = ["model.name=openai-community/gpt2", "model.pretrained=false"]
@@ -79,9 +80,7 @@ def main() -> int:
     return 0
 
 
-def measure(
-    case: Case, overrides: list[str], repeats: int, clock: Callable[[], float], shelf: Shelf
-) -> dict[str, Any]:
+def measure(case: Case, overrides: list[str], repeats: int, clock: Callable[[], float], shelf: Shelf) -> dict[str, Any]:
     """Client-steps a second and peak bytes of each cohort size."""
     work = Work.of(case.recipe, [*case.overrides, *overrides], case.clients, 1, case.batch, shelf=shelf)
     job, device = work.job, work.job.machine.device
@@ -159,8 +158,30 @@ def resident(name: str) -> int:
 
 
 def draw(facts: dict[str, Any], path: Path) -> None:
-    """Speed against the tokens of a cohort's step, and measured against estimated memory."""
-    print(facts, path)
+    """Speed against what a pass keeps, with the rule's bound; measured against estimated memory."""
+    figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    colors = {"MiniLM": plt.get_cmap("Blues"), "GPT-2": plt.get_cmap("Oranges")}
+    drawn = dict.fromkeys(colors, 0)
+    for case in facts["cases"]:
+        model, rows = case["model"], case["rows"]
+        color = colors[model](0.4 + 0.11 * drawn[model])
+        drawn[model] += 1
+        label = f"{model}, batch {case['batch']}, {case['tokens']:.0f} tokens"
+        kept = [row["pass_tokens"] * case["kept_bytes_a_token"] / 2**20 for row in rows]
+        speed.plot(kept, [row["speed"][0] for row in rows], "o-", color=color, label=label, markersize=4)
+        if rows[0]["peak_bytes"]:
+            peaks = [row["peak_bytes"] / 2**20 for row in rows]
+            estimated = [row["estimated_bytes"] / 2**20 for row in rows]
+            memory.plot(estimated, peaks, "o", color=color, markersize=4)
+    speed.axhline(1, color="0.6", linewidth=0.8)
+    speed.axvline(CPU_KEPT / 2**20, color="0.3", linewidth=0.8, linestyle="--")
+    speed.set(xscale="log", xlabel="MiB that the largest pass keeps", ylabel="times as fast as one client at a time")
+    speed.legend(fontsize=7, frameon=False, loc="upper right")
+    speed.set_ylim(top=1.75)
+    ends = [50, 2000]
+    memory.plot(ends, ends, color="0.6", linewidth=0.8)
+    memory.set(xscale="log", yscale="log", xlabel="estimated peak, MiB", ylabel="measured peak, MiB")
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

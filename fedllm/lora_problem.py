@@ -118,11 +118,6 @@ class LoraProblem(Problem):
         """Tokens of the longest sample."""
         return int(self._lengths.max())
 
-    @property
-    def step_tokens(self) -> float:
-        """Tokens of a client's step: a full batch of samples of mean length."""
-        return float(self._lengths.mean()) * self._batches.batch_size
-
     def pass_tokens(self, clients: Sequence[int], steps: int) -> int:
         """Padded tokens of the largest pass that these clients make together in the first `steps` steps of round 0."""
         largest = 0

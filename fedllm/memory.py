@@ -82,6 +82,7 @@ class Waves:
         if len(cohort) == 1:
             raise RunError(
                 f"client {cohort[0]}: its step alone does not fit into memory ({str(error).splitlines()[0]}). Cut its "
-                f"batches with run.slices=4 (the same result up to rounding), or lower local.batch_size or data.max_length"
+                f"batches with run.slices=4 (the same result up to rounding), or lower local.batch_size or "
+                f"data.max_length"
             ) from error
         self._size = self.forced = len(cohort) // 2

@@ -24,7 +24,7 @@ COMMANDS = [line for block in blocks("sh") for line in block.splitlines()]
 
 
 def test_the_readme_has_what_this_file_tests() -> None:
-    assert (len(blocks("python")), len(COMMANDS), len(blocks("yaml"))) == (4, 14, 2)
+    assert (len(blocks("python")), len(COMMANDS), len(blocks("yaml"))) == (4, 15, 2)
 
 
 @pytest.mark.parametrize("code", [code for code in blocks("python") if "path/or/hub-id" not in code])
@@ -60,7 +60,7 @@ def test_command(command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     words = [str(REPO / word) if word.startswith("recipes/") else word for word in words]
     (tmp_path / "grid.yaml").write_text(blocks("yaml")[0])
-    if words[0] in ("run", "sweep") and "--dry-run" not in words:
+    if words[0] in ("run", "sweep", "tune") and "--dry-run" not in words:
         words.append("--dry-run")
     if words[0] == "hessian":
         monkeypatch.setattr("fedllm.hessian.PROBE", 1)
