@@ -52,7 +52,7 @@ def main() -> int:
     work = Work.of(arguments.recipe, arguments.overrides, *shape, shelf=shelf)
     sides: dict[str, Side] = {"fedllm": work.ours}
     if arguments.ablate:
-        switches = {"one client at a time": ["run.cohort=1"], "no slices": ["run.slices=1"]}
+        switches = {"one client at a time": ["run.cohort=1"], "padded rows": ["run.slices=1"]}
         if work.job.machine.autocast is not None:
             switches["float32"] = ["run.precision=float32"]
         for name, off in switches.items():

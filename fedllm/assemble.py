@@ -243,12 +243,19 @@ def plan_table(job: Job) -> Table:
         "vectors a round": _vectors(job),
         "client memory": f"{4 * sum(memory.values()) / 2**20:,.1f} MiB of weights and state",
         "runs on": f"{crew}{where}, {machine.precision}, cohorts of {job.cohort}",
+        "rows": _rows(job),
         "run folder": str(run_folder(recipe)),
     }
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", value)
     return table
+
+
+def _rows(job: Job) -> str:
+    if job.problem.layout is not None:
+        return "several samples a row"
+    return "a sample a row" if job.recipe.run.slices != "auto" else "a sample a row, as this model needs it"
 
 
 def _vectors(job: Job) -> str:

@@ -86,6 +86,14 @@ def micro_batches(
     return found
 
 
+def aligned(batches: Sequence[np.ndarray]) -> np.ndarray:
+    """The batches of C clients as one array [C, m], -1 behind the samples of those with fewer."""
+    samples = np.full((len(batches), max(map(len, batches))), -1)
+    for row, batch in enumerate(batches):
+        samples[row, : len(batch)] = batch
+    return samples
+
+
 def _best_cuts(longest: np.ndarray, overhead: float) -> list[int]:
     """Ends of the slices that minimise sum of rows * longest + overhead; longest [width] rises."""
     width = len(longest)

@@ -1,7 +1,7 @@
 """Stacked adapters over one frozen base: one forward and backward serves every client of a cohort.
 
-The rows of a mini-batch are grouped by client, client by client the same number of rows. The frozen layers see one big
-batch; beside each of them the adapters A [C, r, in] and B [C, out, r] are two batched matmuls, and so is the task head.
+The rows of a mini-batch are grouped by client. The frozen layers see one big batch; beside each of them the adapters
+A [C, r, in] and B [C, out, r] are two batched matmuls, or a loop where clients differ in rows; so is the task head.
 """
 
 from __future__ import annotations
@@ -15,15 +15,27 @@ from torch import Tensor, nn
 
 from fedllm.dropout import dropout
 from fedllm.errors import UserError
+from fedllm.packing import Packed
+from fedllm.ragged import ragged_lora
 from fedllm.space import ParameterSpace
 
 
 @dataclass
 class _Pass:
-    """What the layers of the pass under way need: the clients' parameters, and the rows' dropout keys or None."""
+    """What the layers of the pass under way need: the clients' parameters, the samples' dropout keys or None, and the
+    packed rows, None where a row is a sample."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
     keys: Tensor | None = None
+    packed: Packed | None = None
+
+    def drop(self, x: Tensor, rate: float, layer: int) -> Tensor:
+        """Dropout of x [samples, F] or [rows, L, F]."""
+        if self.keys is None:
+            return x
+        if self.packed is None or x.dim() == 2:
+            return dropout(x, rate, layer, self.keys)
+        return dropout(x, rate, layer, self.keys[self.packed.sample], self.packed.position)
 
 
 class CohortModel:
@@ -35,22 +47,32 @@ class CohortModel:
     Raises UserError for a trainable parameter that is in neither a LoRA nor a Linear layer.
     """
 
-    def __init__(self, model: nn.Module, space: ParameterSpace) -> None:
+    def __init__(self, model: Any, space: ParameterSpace) -> None:
         self.model, self.space = model.eval(), space
         self._pass = _Pass()
         self._taken: list[nn.Module] = []
+        self._no_padding = 1 if getattr(model.config, "pad_token_id", None) != 1 else 0
         self._install()
 
     def __call__(self, X: Tensor, inputs: dict[str, Tensor], keys: Tensor | None = None) -> Tensor:
-        """Logits [R, labels] in float32 of R = C * n rows, for parameters X [C, d]; differentiable in X.
+        """Logits [N, labels] in float32 of N = C * m samples, for parameters X [C, d]; differentiable in X.
 
-        inputs: input_ids, attention_mask, ... [R, L]. keys [R]: dropout keys of the rows, None for no dropout.
+        inputs: input_ids, attention_mask, ... [N, L]. keys [N]: dropout keys of the samples, None for no dropout.
         """
-        self._pass.parameters, self._pass.keys = self.space.views(X), keys
+        return self._run(_Pass(self.space.views(X), keys), inputs)
+
+    def packed(self, X: Tensor, packed: Packed, keys: Tensor | None = None) -> Tensor:
+        """The same of samples in packed rows. The head is given N samples of one token, the one it reads."""
+        token = torch.ones(len(packed.reads), 1, dtype=torch.long, device=X.device)
+        inputs = {"input_ids": token * self._no_padding, "attention_mask": token}
+        return self._run(_Pass(self.space.views(X), keys, packed), inputs)
+
+    def _run(self, wanted: _Pass, inputs: dict[str, Tensor]) -> Tensor:
+        self._pass = wanted
         try:
             logits: Tensor = self.model(**inputs).logits
         finally:
-            self._pass.parameters, self._pass.keys = {}, None
+            self._pass = _Pass()
         return logits.float()
 
     def release(self) -> None:
@@ -81,13 +103,37 @@ class CohortModel:
             elif isinstance(module, nn.Dropout):
                 self._take(module, self._dropout(module.p, layers))
                 layers += 1
+        self._read_packed()
         if missing := trainable - served:
             raise UserError(
                 f"cannot train {sorted(missing)[0]} of several clients at once: expected trainable parameters in LoRA "
                 f"layers and in the Linear layers of the task head only"
             )
 
-    def _take(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    def _read_packed(self) -> None:
+        """Between the backbone and the head, only the tokens that the head reads go on from a packed pass."""
+        whole: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        backbone: Any = getattr(whole, whole.base_model_prefix)
+        whole_pass, pooler = backbone.forward, getattr(backbone, "pooler", None)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._pass.packed is None:
+                return whole_pass(*args, **kwargs)
+            found = whole_pass(**self._pass.packed.inputs)
+            found.last_hidden_state = self._read(found.last_hidden_state)
+            return found
+
+        self._take(backbone, forward)
+        if isinstance(pooler, nn.Module):
+            pool = pooler.forward
+            self._take(pooler, lambda hidden: pool(self._read(hidden)))
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        """hidden [R, L, h] as it is, of packed rows the tokens [N, 1, h] that the head reads."""
+        packed = self._pass.packed
+        return hidden if packed is None else hidden.flatten(0, 1)[packed.reads][:, None]
+
+    def _take(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         module.forward = forward
         self._taken.append(module)
 
@@ -100,7 +146,11 @@ class CohortModel:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             frozen = base(x, *args, **kwargs)
             A, B = self._pass.parameters[a], self._pass.parameters[b]
-            h = (x if self._pass.keys is None else dropout(x, rate, layer, self._pass.keys)).to(A.dtype)
+            h, packed = self._pass.drop(x, rate, layer).to(A.dtype), self._pass.packed
+            if packed is not None and not packed.equal:
+                tokens = [count * x.shape[1] for count in packed.counts]
+                out = ragged_lora(h.flatten(0, 1), frozen.flatten(0, 1), A, B, tokens, scale)
+                return out.view_as(frozen)
             h = h.reshape(len(A), -1, h.shape[-1])
             out = frozen.reshape(len(B), -1, frozen.shape[-1])
             # One fused operation: frozen + scale * (h A') B'
@@ -122,8 +172,7 @@ class CohortModel:
     def _dropout(self, rate: float, layer: int) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             # Four dimensions are attention probabilities, which are never dropped.
-            keys = self._pass.keys
-            return x if keys is None or x.dim() > 3 else dropout(x, rate, layer, keys)
+            return x if x.dim() > 3 else self._pass.drop(x, rate, layer)
 
         return forward
 

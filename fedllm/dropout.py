@@ -38,16 +38,20 @@ def row_keys(seed: int, round: int, step: int, clients: Sequence[int], slots: Te
     return _mix(torch.tensor(keys, dtype=torch.int32)[:, None] + slots.to(torch.int32) * 0x3504F333).reshape(-1)
 
 
-def dropout(x: Tensor, rate: float, layer: int, keys: Tensor) -> Tensor:
-    """x [R, F] or [R, L, F] with each value zeroed at `rate` and the rest scaled up; keys [R] from row_keys."""
+def dropout(x: Tensor, rate: float, layer: int, keys: Tensor, positions: Tensor | None = None) -> Tensor:
+    """x [R, F] or [R, L, F] with each value zeroed at `rate` and the rest scaled up.
+
+    keys [R] from row_keys; of packed rows keys [R, L], those of each token's sample, and its position [R, L] there.
+    """
     threshold = round(rate * 65536)
     if threshold == 0:
         return x
     features = x.shape[-1]
     h = _mix(keys + _wrap(layer * 0x2545F491))
     if x.dim() == 3:
-        positions = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-        h = _mix(h[:, None] + positions * 0x1B873593)
+        if positions is None:
+            h, positions = h[:, None], torch.arange(x.shape[1], device=x.device)
+        h = _mix(h + positions.to(torch.int32) * 0x1B873593)
     # One hash serves two features, 16 bits each.
     pairs = _mix(torch.arange((features + 1) // 2, dtype=torch.int32, device=x.device))
     h = h[..., None] ^ pairs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -10,16 +10,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from fedllm.batches import ClientBatches, MicroBatch, micro_batches
+from fedllm.batches import ClientBatches, MicroBatch, aligned, micro_batches
 from fedllm.blocks import BlockPartition
 from fedllm.cohort import CohortModel
 from fedllm.dropout import row_keys
+from fedllm.packing import Layout, Packed, find_layout, pack
 from fedllm.problem import Problem
 from fedllm.space import ParameterSpace
 from fedllm.tokens import Tokens
 
 # Padded tokens that one more slice costs as much as, by device: what a pass pays however small it is.
 SLICE_OVERHEAD = {"cpu": 64.0, "cuda": 4096.0}
+# Tokens of a pass over packed rows, unless a client's batch alone has more. On a CPU larger ones only take more memory.
+PASS_TOKENS = {"cpu": 2048, "cuda": 131072}
 EVAL_TOKENS = {"cpu": 4096, "cuda": 131072}
 
 
@@ -28,9 +31,9 @@ class LoraProblem(Problem):
 
     model: a PEFT model whose trainable parameters, in their order, are the flat vector; the model is taken over (see
     CohortModel). tokens: the training samples. batches: who takes which. regression: squared error instead of
-    cross-entropy. autocast: dtype of the matrix products, None for the model's own. slices: length-sorted slices a
-    batch, None for the best cut; may be changed between rounds. The loss of a client is the mean over its own samples;
-    padding has no weight.
+    cross-entropy. autocast: dtype of the matrix products, None for the model's own. slices: padded, length-sorted
+    slices a batch; None: rows packed with several samples, or where the model does not take them, the best cut. The
+    loss of a client is the mean over its own samples; padding has no weight.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class LoraProblem(Problem):
         self._regression, self._seed, self.slices, self._pad_id = regression, seed, slices, pad_id
         self._autocast = autocast
         self._overhead = SLICE_OVERHEAD[self.device.type]
+        self.layout = self._find_layout(model) if slices is None else None
 
     def initial(self) -> Tensor:
         return self._x0.clone()
@@ -72,12 +76,59 @@ class LoraProblem(Problem):
 
     def loss_and_gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> tuple[Tensor, Tensor]:
         batches = [self._batches.indices(client, round, step) for client in clients]
+        if self.layout is not None:
+            return self._packed(X, batches, clients, round, step)
         X = X.detach().requires_grad_()
         losses = torch.zeros(len(clients), device=X.device)
         for micro in micro_batches(batches, self._lengths, overhead=self._overhead, slices=self.slices):
             keys = row_keys(self._seed, round, step, clients, micro.slots)
             losses += self._backward(X, micro, [len(batch) for batch in batches], keys)
         return losses, _grad(X)
+
+    def _packed(
+        self, X: Tensor, batches: list[np.ndarray], clients: Sequence[int], round: int, step: int
+    ) -> tuple[Tensor, Tensor]:
+        """loss_and_gradient over packed rows, some clients at a time."""
+        assert self.layout is not None
+        losses, gradients = torch.zeros(len(clients), device=X.device), torch.empty_like(X)
+        for part in self._passes(batches):
+            samples = aligned(batches[part])
+            rows = pack(self._tokens, samples, self.layout, equal=self._equal_rows, pad_id=self._pad_id)
+            slots = torch.arange(samples.shape[1]).expand(samples.shape)
+            keys = row_keys(self._seed, round, step, clients[part], slots).to(X.device)
+            leaves = X[part].detach().requires_grad_()
+            with self._precision():
+                logits = self._model.packed(leaves, rows.to(X.device), keys)
+            losses[part] = self._descend(logits, torch.from_numpy(samples))
+            gradients[part] = _grad(leaves)
+        return losses, gradients
+
+    def _passes(self, batches: list[np.ndarray]) -> Iterator[slice]:
+        """Runs of clients with together at most PASS_TOKENS tokens, each at least one client."""
+        begin = tokens = 0
+        for client, batch in enumerate(batches):
+            tokens += (size := int(self._lengths[batch].sum()))
+            if begin < client and tokens > PASS_TOKENS[self.device.type]:
+                yield slice(begin, client)
+                begin, tokens = client, size
+        yield slice(begin, len(batches))
+
+    @property
+    def _equal_rows(self) -> bool:
+        """Equal rows make batched products of the adapters, which a GPU and autocast want; a CPU rather loops."""
+        return self.device.type != "cpu" or self._autocast is not None
+
+    @torch.no_grad()
+    def _find_layout(self, model: nn.Module) -> Layout | None:
+        x, exact = self._x0[None], all(value.dtype == torch.float32 for value in model.parameters())
+
+        def padded(index: Tensor) -> Tensor:
+            return self._model(x, self._inputs(self._tokens, index))
+
+        def packed(rows: Packed) -> Tensor:
+            return self._model.packed(x, rows.to(self.device))
+
+        return find_layout(model, self._tokens, padded, packed, tolerance=0.01 if exact else 0.3)
 
     def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
         """Gradients [C, d] of the clients' mean losses over all their samples, without dropout."""
@@ -118,27 +169,36 @@ class LoraProblem(Problem):
         """Tokens of the longest sample."""
         return int(self._lengths.max())
 
+    def cut(self, slices: int | None) -> None:
+        """From now on `slices` as they were given to __init__."""
+        if slices != self.slices:
+            self.slices, self.layout = slices, None if slices else self._find_layout(self._model.model)
+
     def pass_tokens(self, clients: Sequence[int], steps: int) -> int:
         """Padded tokens of the largest pass that these clients make together in the first `steps` steps of round 0."""
         largest = 0
         for step in range(steps):
             batches = [self._batches.indices(client, 0, step) for client in clients]
-            cut = micro_batches(batches, self._lengths, overhead=self._overhead, slices=self.slices)
-            largest = max(largest, *(micro.samples.numel() * micro.length for micro in cut))
+            if self.layout is not None:
+                found = [sum(int(self._lengths[b].sum()) for b in batches[part]) for part in self._passes(batches)]
+            else:
+                parts = micro_batches(batches, self._lengths, overhead=self._overhead, slices=self.slices)
+                found = [micro.samples.numel() * micro.length for micro in parts]
+            largest = max(largest, *found)
         return largest
 
     def kept_bytes(self, rows: int) -> int:
         """Bytes that autograd keeps between forward and backward pass of the longest sample, taken `rows` times."""
         kept: dict[int, int] = {}
 
-        def pack(value: Tensor) -> Tensor:
+        def keep(value: Tensor) -> Tensor:
             kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
             return value
 
         X = self._x0[None].clone().requires_grad_()
         index = torch.full((rows,), int(self._lengths.argmax()))
         keys = row_keys(self._seed, 0, 0, [0], torch.arange(rows)[None]).to(self.device)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value), self._precision():
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value), self._precision():
             self._model(X, self._inputs(self._tokens, index), keys)
         weights = self._model.model
         ours = {value.untyped_storage().data_ptr() for value in (*weights.parameters(), *weights.buffers())}
@@ -153,10 +213,19 @@ class LoraProblem(Problem):
         real = micro.samples >= 0
         index = torch.where(real, micro.samples, self._shortest).reshape(-1)
         inputs = self._inputs(self._tokens, index, real.reshape(-1), micro.length)
-        weight = (real / torch.tensor(counts)[:, None]).to(X.device, X.dtype)
-        labels = self._tokens.labels[index].to(X.device)
         with self._precision():
             logits = self._model(X, inputs, None if keys is None else keys.to(X.device))
+        return self._descend(logits, micro.samples, counts)
+
+    def _descend(self, logits: Tensor, samples: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """Backward of the clients' mean losses; returns the losses [C].
+
+        samples [C, m], -1 for none. counts [C]: samples that a client's mean is over, None for those given.
+        """
+        real = samples >= 0
+        sizes = real.sum(dim=1) if counts is None else torch.tensor(counts)
+        weight = (real / sizes[:, None]).to(logits)
+        labels = self._tokens.labels[samples.clamp(min=0).reshape(-1)].to(logits.device)
         if self._regression:
             loss = F.mse_loss(logits[:, 0], labels.float(), reduction="none")
         else:

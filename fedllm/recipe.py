@@ -123,7 +123,9 @@ class Run:
     shares: int | Literal["auto"] = setting(
         "auto", "parts that a round's clients are dealt into by work; auto = one for each process"
     )
-    slices: int | Literal["auto"] = setting("auto", "length-sorted slices a batch is cut into")
+    slices: int | Literal["auto"] = setting(
+        "auto", "auto = several samples packed in a row; a number: padded, in that many length-sorted slices"
+    )
     timeout: float = setting(3600.0, "seconds that one process waits for another before the run stops")
     checkpoint_every: int = setting(10, "rounds between checkpoints")
     resume: Literal["auto", "never"] = setting("auto", "auto = go on from the run folder's last good checkpoint")

@@ -135,6 +135,7 @@ def run_result(
             "precision": job.machine.precision,
             "cohort": facts["cohort"],
             "stepped_down": facts["stepped_down"],
+            "packed": job.problem.layout is not None,
             "processes": job.machine.processes,
             "shares": facts["shares"],
         },

@@ -59,11 +59,11 @@ def rule(device: torch.device, sampled: int, kept: Callable[[int], float], peak:
     """`run.cohort: auto`: all clients of a round, halved until a pass of theirs is small enough. Fixed by the device,
     the dtype, the model's size and the tokens, whatever else the machine is doing.
 
-    On a CPU, a pass may keep 256 MiB for its backward pass. In benchmarks/cohort.json (one core, float32) a cohort is up
-    to there 1.0 to 1.4 times as fast as one client at a time, for MiniLM (to 2048 tokens) and GPT-2 (to 304 tokens)
-    alike, but for one case of GPT-2 (0.85 with two clients of batch 2). Beyond it GPT-2 gains nothing at 416 MiB, and
-    MiniLM at 399 MiB and GPT-2 at 833 MiB lose 8%. That the bound is bytes and not tokens follows from the two models,
-    whose tokens weigh 0.1 and 0.8 MiB.
+    On a CPU, a pass may keep 256 MiB for its backward pass. In benchmarks/cohort.json (one core, float32, padded rows)
+    a cohort is up to there 1.0 to 1.4 times as fast as one client at a time, for MiniLM (to 2048 tokens) and GPT-2 (to
+    304 tokens) alike, but for one case of GPT-2 (0.85 with two clients of batch 2). Beyond it GPT-2 gains 3% at 416
+    MiB, and MiniLM at 399 MiB and GPT-2 at 833 MiB lose 8%. That the bound is bytes and not tokens follows from the
+    two models, whose tokens weigh 0.1 and 0.8 MiB.
 
     On a GPU the rule awaits measurement. Until then it is one of memory alone, and careful: the estimated peak may be
     half of the GPU's memory.

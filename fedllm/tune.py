@@ -123,14 +123,14 @@ class Work:
     def trial(self, cohort: int, slices: Slices) -> Trial:
         """A setting with the memory that it is thought to need, not timed yet."""
         problem, device = self.job.problem, self.job.machine.device
-        problem.slices = None if isinstance(slices, str) else slices
+        problem.cut(None if isinstance(slices, str) else slices)
         need = self.need.of_cohort(problem, cohort)
         return Trial(cohort, slices, need, fits=need <= usable_memory(device))
 
     def seconds(self, trial: Trial) -> float | None:
         """Seconds of the work, or None where it does not fit into memory."""
         job = self.job
-        job.problem.slices = None if isinstance(trial.slices, str) else trial.slices
+        job.problem.cut(None if isinstance(trial.slices, str) else trial.slices)
         began = time.perf_counter()
         try:
             share = train_share(

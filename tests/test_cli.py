@@ -105,7 +105,15 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
 ) -> None:
     assert main(["run", recipe, "--dry-run", f"run.dir={tmp_path / 'run'}"]) == 0
     plan = capsys.readouterr().out
-    for word in ("trainable parameters", "samples per client", "bytes a round", "blocks", "runs on", "client memory"):
+    for word in (
+        "trainable parameters",
+        "samples per client",
+        "bytes a round",
+        "blocks",
+        "runs on",
+        "client memory",
+        "several samples a row",
+    ):
         assert word in plan
     assert f"{usable_cores()} threads" in plan
     assert not (tmp_path / "run").exists()
