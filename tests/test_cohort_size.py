@@ -20,7 +20,9 @@ from fedllm.cli import main
 from fedllm.errors import RunError
 from fedllm.lora_problem import LoraProblem
 from fedllm.memory import Waves, available_memory, out_of_memory
+from fedllm.rounds import round_info
 from fedllm.sizing import Need, fit, rule
+from fedllm.training import Share
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PLAIN = LoraProblem.loss_and_gradient
@@ -263,3 +265,14 @@ def test_a_runs_own_recipe_and_one_in_an_unsafe_form_are_refused(
     (own.parent / "metrics.jsonl").write_text(json.dumps({}))
     assert main(["tune", str(own)]) == 2
     assert "is the record of a run" in capsys.readouterr().err
+
+
+def test_what_one_process_came_down_to_reaches_the_others() -> None:
+    problem = QuadraticProblem.random(4, 3)
+    alg = load_algorithm("fedavg", lr=0.01)
+    info = round_info(alg, problem, rounds=1, sampled=2, tracked=None, local_steps=1)
+    share, other, total = (Share.empty(alg, problem.initial(), info) for _ in range(3))
+    share.forced = 2
+    head, tensors = share.pack()
+    total.join(other.unpack(json.loads(json.dumps(head)), tensors))
+    assert total.forced == 2
