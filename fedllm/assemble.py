@@ -33,6 +33,7 @@ from fedllm.processes import size
 from fedllm.quantised import frozen_size
 from fedllm.recipe import Recipe
 from fedllm.rounds import round_info
+from fedllm.sizing import choose_cohort
 from fedllm.tokens import Tokens, tokenize
 
 T = TypeVar("T")
@@ -122,24 +123,10 @@ def find_machine(recipe: Recipe, processes: int = 1) -> Machine:
     return Machine(accelerator.device, threads, torch.bfloat16 if bfloat16 else None, processes)
 
 
-def choose_cohort(recipe: Recipe, machine: Machine, tokens_per_client: float) -> int:
-    """Clients trained together under `run.cohort: auto`: a rule of device, dtype and tokens, the same at every run.
-
-    All clients of a round, as far as their batches together stay below 64k tokens on a GPU and 4k tokens on a CPU,
-    which bounds the activations' memory. `run.cohort` sets another size.
-    """
-    sampled = recipe.federation.clients_per_round
-    if recipe.run.cohort != "auto":
-        return min(recipe.run.cohort, sampled)
-    budget = 65536 if machine.device.type == "cuda" else 4096
-    return max(1, min(sampled, int(budget / max(1.0, tokens_per_client))))
-
-
-def assemble(recipe: Recipe, cohort: int | None = None, shelf: Shelf | None = None, processes: int = 1) -> Job:
+def assemble(recipe: Recipe, shelf: Shelf | None = None, processes: int = 1) -> Job:
     """Loads and builds everything a recipe names, up to its first step.
 
-    cohort: the size a resumed run chose before, None to choose. shelf: what may be shared with other recipes.
-    processes: how many share the work.
+    shelf: what may be shared with other recipes. processes: how many share the work.
     Raises UserError for whatever does not fit.
     """
     shelf = shelf or Shelf()
@@ -195,8 +182,7 @@ def assemble(recipe: Recipe, cohort: int | None = None, shelf: Shelf | None = No
         tracked=recipe.federation.tracked_per_round,
         local_steps=max(batches.steps(client) for client in range(len(parts))),
     )
-    tokens_per_client = float(train.lengths.double().mean()) * local.batch_size
-    cohort = cohort or choose_cohort(recipe, machine, tokens_per_client)
+    cohort = choose_cohort(recipe.run.cohort, algorithm, problem, info, machine.device)
     return Job(recipe, machine, task, backbone, model, parts, validation, algorithm, problem, info, cohort)
 
 

@@ -1,4 +1,4 @@
-"""The `fedllm` command: run | sweep | suite | report | partition | blocks | hessian | export | algorithms | doctor."""
+"""The `fedllm` command: run | tune | sweep | suite | report | partition | blocks | hessian | export | ..."""
 
 from __future__ import annotations
 
@@ -63,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     _recipe_arguments(run)
     run.add_argument("--dry-run", action="store_true", help="check everything up to the first step and print the plan")
     run.add_argument("--profile", action="store_true", help="measure where the rounds' time goes and print it")
+
+    tune = _command(commands, "tune", _tune, "measure cohort sizes and slices, and write the best into the recipe")
+    _recipe_arguments(tune)
+    tune.add_argument("--dry-run", action="store_true", help="print only; the recipe stays as it is")
 
     sweep = _command(commands, "sweep", _sweep, "run a grid of settings and seeds over a recipe", _GridHelp)
     sweep.add_argument("recipe", help="a recipe's YAML file")
@@ -167,6 +171,13 @@ def _run(arguments: argparse.Namespace) -> int:
             run(recipe, crew=crew, profile=arguments.profile)
 
     return _together(work)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from fedllm.tune import tune
+
+    tune(Path(arguments.recipe), arguments.overrides, dry_run=arguments.dry_run)
+    return 0
 
 
 def _sweep(arguments: argparse.Namespace) -> int:

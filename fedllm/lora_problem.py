@@ -62,7 +62,7 @@ class LoraProblem(Problem):
         self._tokens, self._batches = tokens, batches
         self._lengths = tokens.lengths.numpy()
         self._shortest = int(self._lengths.argmin())
-        self._regression, self._seed, self._slices, self._pad_id = regression, seed, slices, pad_id
+        self._regression, self._seed, self.slices, self._pad_id = regression, seed, slices, pad_id
         self._autocast, self._causal = autocast, is_causal(model)
         self._overhead = SLICE_OVERHEAD[self.device.type]
         self._exact = all(value.dtype == torch.float32 for value in model.parameters())
@@ -86,7 +86,7 @@ class LoraProblem(Problem):
         if self.layout is not None:
             return self._packed(X, batches, clients, round, step)
         with section("data"):
-            micros = micro_batches(batches, self._lengths, overhead=self._overhead, slices=self._slices)
+            micros = micro_batches(batches, self._lengths, overhead=self._overhead, slices=self.slices)
         X = X.detach().requires_grad_()
         losses = torch.zeros(len(clients), device=X.device)
         for micro in micros:
@@ -175,6 +175,46 @@ class LoraProblem(Problem):
             batches.append(torch.from_numpy(order[begin : begin + rows]))
             begin += rows
         return batches
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return int(self._lengths.max())
+
+    def cut(self, slices: int | None) -> None:
+        """From now on `slices` as they were given to __init__."""
+        if slices != self.slices:
+            self.slices, self.layout = slices, None if slices else self._find_layout(self._model.model)
+
+    def pass_tokens(self, clients: Sequence[int], steps: int) -> int:
+        """Padded tokens of the largest pass that these clients make together in the first `steps` steps of round 0."""
+        largest = 0
+        for step in range(steps):
+            batches = [self._batches.indices(client, 0, step) for client in clients]
+            if self.layout is not None:
+                found = [sum(int(self._lengths[b].sum()) for b in batches[part]) for part in self._passes(batches)]
+            else:
+                parts = micro_batches(batches, self._lengths, overhead=self._overhead, slices=self.slices)
+                found = [micro.samples.numel() * micro.length for micro in parts]
+            largest = max(largest, *found)
+        return largest
+
+    def kept_bytes(self, rows: int) -> int:
+        """Bytes that autograd keeps between forward and backward pass of the longest sample, taken `rows` times."""
+        kept: dict[int, int] = {}
+
+        def keep(value: Tensor) -> Tensor:
+            kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            return value
+
+        X = self._x0[None].clone().requires_grad_()
+        index = torch.full((rows,), int(self._lengths.argmax()))
+        keys = row_keys(self._seed, 0, 0, [0], torch.arange(rows)[None]).to(self.device)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value), self._precision():
+            self._model(X, self._inputs(self._tokens, index), keys)
+        weights = self._model.model
+        ours = {value.untyped_storage().data_ptr() for value in (*weights.parameters(), *weights.buffers())}
+        return sum(size for storage, size in kept.items() if storage not in ours)
 
     def release(self) -> None:
         """Gives the model back, with its own forward."""

@@ -187,6 +187,8 @@ FREE_KEYS = frozenset(
     ("run", key)
     for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads", "shares", "timeout", "trackers")
 )
+# Settings that a run chooses once and keeps: it is resumed with its own choice, whatever the recipe says by then.
+CHOSEN_KEYS = ("cohort", "slices")
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 
 

@@ -16,10 +16,11 @@ from fedllm.blocks import BlockPartition
 from fedllm.clients import ClientStore
 from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
+from fedllm.memory import Waves
 from fedllm.problem import Problem
 from fedllm.profile import section
 from fedllm.random import numpy_rng
-from fedllm.training import Share, chunks, deal, train_share
+from fedllm.training import Share, deal, train_share
 
 
 @dataclass
@@ -34,10 +35,10 @@ class Federation:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a round's work is done. cohort: clients trained together, None = all. min_clients: accepted uploads without
-    which the run stops. progress(done, total): called after each local step, counted in this process's client-steps.
-    shares: the clients are dealt by work into this many shares, summed one after the other. crew: the processes that
-    train them; how many they are changes nothing."""
+    """How a round's work is done. cohort: clients trained together, None = all; fewer where memory gives out (see
+    memory.Waves). min_clients: accepted uploads without which the run stops. progress(done, total): called after each
+    local step, counted in this process's client-steps. shares: the clients are dealt by work into this many shares,
+    summed one after the other. crew: the processes that train them; how many they are changes nothing."""
 
     cohort: int | None = None
     min_clients: int = 1
@@ -51,7 +52,7 @@ class RoundReport:
     """What happened in a round. train_loss: mean over the accepted clients of their steps' mean loss, or None.
     rejected: client -> why. bytes_up, bytes_down: of the tensors sent, rejected ones included. client_bytes: both ways,
     by the client that sent the most. compute_seconds: the slowest client's share, by its steps, of its cohort's time.
-    drift: how far the accepted clients part, see Drift.measures.
+    drift: how far the accepted clients part, see Drift.measures. forced: the cohort size that memory forced, if it did.
     """
 
     clients: list[int]
@@ -63,6 +64,7 @@ class RoundReport:
     client_bytes: int
     compute_seconds: float
     drift: dict[str, float | None]
+    forced: int | None = None
 
 
 def sample(seed: int, round: int, num_clients: int, sampled: int, tracked: int) -> tuple[list[int], list[int]]:
@@ -134,8 +136,8 @@ def full_gradients(
     """The sum [d] (float64) of these clients' full gradients at x [d]; the rows {name: [C, ...]} they start from."""
     total = torch.zeros_like(x, dtype=torch.float64)
     states: list[State] = []
-    for chunk in chunks(clients, cohort):
-        gradients = problem.full_gradient(x, chunk)
+    waves = Waves(clients, cohort)
+    for chunk, gradients in waves.each(lambda chunk: problem.full_gradient(x, chunk)):
         total += gradients.sum(0, dtype=torch.float64)
         rows = alg.init_clients(x.expand(len(chunk), -1), info, gradients)
         states.append({name: value.cpu() for name, value in rows.items()})
@@ -162,9 +164,14 @@ def run_round(
     shares = deal(steps, plan.shares)
     progress = _progress(plan, [{client: steps[client] for client in share} for share in shares])
 
+    cohort = plan.cohort
+
     def train(share: list[int]) -> Share:
+        nonlocal cohort
         mine = {client: steps[client] for client in share}
-        return train_share(alg, problem, federation, info, mine, set(tracked), plan.cohort, progress)
+        trained = train_share(alg, problem, federation, info, mine, set(tracked), cohort, progress)
+        cohort = trained.forced or cohort
+        return trained
 
     parts = plan.crew.train(alg, federation, info, shares, tracked, plan.cohort, train)
     down = federation.x.nbytes + sum(federation.server[name].nbytes for name in alg.downloads())
@@ -193,6 +200,7 @@ def run_round(
         client_bytes=down + found.most_up,
         compute_seconds=found.slowest,
         drift=drift,
+        forced=found.forced,
     )
 
 
@@ -226,6 +234,6 @@ def _progress(plan: Plan, shares: Sequence[dict[int, int]]) -> Callable[[int], N
         nonlocal done
         done += steps
         plan.crew.check()
-        plan.progress(done, total)
+        plan.progress(min(done, total), total)  # more where a cohort was done again, see Waves
 
     return report

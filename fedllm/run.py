@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fedllm.errors import RunError, UserError
 from fedllm.export import save_adapter
 from fedllm.metrics import metric_for
 from fedllm.profile import Profile, end_round, running, section
-from fedllm.recipe import FREE_KEYS, Recipe, load_recipe
+from fedllm.recipe import CHOSEN_KEYS, FREE_KEYS, Recipe, load_recipe
 from fedllm.records import append_line, evaluate, partition_summary, round_line, run_result, start_costs
 from fedllm.results import rounds_to
 from fedllm.rounds import Federation, Plan, blank, run_round, sample, start
@@ -70,8 +70,8 @@ def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None, *,
     require_installed(recipe.run.trackers)
     checkpoints = Checkpoints(folder / "checkpoints", warn)
     snapshot = checkpoints.latest()
-    cohort = snapshot.facts["cohort"] if snapshot else None
-    job = crew.assemble(recipe, lambda: assemble(recipe, cohort, shelf, crew.size))
+    chosen = _as_before(recipe, snapshot)
+    job = crew.assemble(chosen, lambda: assemble(chosen, shelf, crew.size))
     for note in job.task.notes:
         say(note, "dim")
     try:
@@ -104,16 +104,28 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
         before = yaml.safe_load(saved.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{saved}: not readable ({error}); choose another run.dir") from error
+    free = FREE_KEYS | {("run", key) for key in CHOSEN_KEYS}
     differing = [
         f"{section}.{key}: {old.get(key)!r} there, {values.get(key)!r} here"
         for section, values in yaml.safe_load(recipe.yaml()).items()
         for old in [(before or {}).get(section, {})]
         for key in {*values, *old}
-        if (section, key) not in FREE_KEYS and old.get(key) != values.get(key)
+        if (section, key) not in free and old.get(key) != values.get(key)
     ]
     if differing:
         listed = "\n  ".join(sorted(differing))
         raise UserError(f"{folder} holds the run of another recipe; choose another run.dir. They differ in\n  {listed}")
+
+
+def _as_before(recipe: Recipe, snapshot: Snapshot | None) -> Recipe:
+    """The recipe with the cohort size and the slices that the run began with, or came down to: with these its bits go
+    on as they were, also on a machine where the rule would choose others."""
+    facts = snapshot.facts if snapshot else {}
+    before = {name: facts[name] for name in CHOSEN_KEYS if name in facts}
+    for name, value in before.items():
+        if (now := getattr(recipe.run, name)) not in ("auto", value):
+            say(f"run.{name}={now} is for a new run; this one goes on with {value}")
+    return replace(recipe, run=replace(recipe.run, **before))
 
 
 def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation, list[dict[str, Any]], dict[str, Any]]:
@@ -125,6 +137,8 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
             federation = start(job.algorithm, job.problem, job.info, cohort=job.cohort, shares=shares, crew=crew)
         facts: dict[str, Any] = {
             "cohort": job.cohort,
+            "slices": job.recipe.run.slices,
+            "stepped_down": [],
             "shares": shares,
             "threads": job.machine.threads,
             "precision": job.machine.precision,
@@ -137,7 +151,7 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
     for name in ("threads", "precision"):
         if (before := snapshot.facts[name]) != (now := getattr(job.machine, name)):
             warn(f"the rounds before had {name} {before}, here it is {now}: the run is no longer bit for bit the same")
-    facts = {"shares": 1, **snapshot.facts}
+    facts = {"shares": 1, "stepped_down": [], **snapshot.facts, "cohort": job.cohort}
     shares = _shares(job.recipe, crew)
     if facts["shares"] < min(shares, crew.size):
         warn(f"the rounds before had {facts['shares']} shares, now {shares}: the run is no longer bit for bit the same")
@@ -173,6 +187,8 @@ def _train(
             report = run_round(job.algorithm, job.problem, federation, info, clients, tracked, plan)
             for client, why in report.rejected.items():
                 warn(f"round {federation.round}: client {client} rejected: {why}")
+            if report.forced is not None:
+                plan = _step_down(plan, report.forced, facts, federation.round)
             line = round_line(job, federation.round, report, time.perf_counter() - began)
             if federation.round % recipe.eval.every == 0 or federation.round == info.total:
                 with section("evaluate"):
@@ -186,6 +202,17 @@ def _train(
                 with section("checkpoint"):
                     checkpoints.save(federation, metrics, facts)
             end_round(federation.round)
+
+
+def _step_down(plan: Plan, cohort: int, facts: dict[str, Any], round: int) -> Plan:
+    """The plan with the cohort size that memory forced, for the rounds to come and for a run that is resumed."""
+    warn(
+        f"round {round}: cohorts of {plan.cohort} do not fit into memory; that round was done with cohorts of "
+        f"{cohort}, and so will be the rest (the same result up to rounding)"
+    )
+    facts["cohort"] = cohort
+    facts["stepped_down"] = [*facts["stepped_down"], {"round": round, "cohort": cohort}]
+    return replace(plan, cohort=cohort)
 
 
 def _complete(recipe: Recipe, round: int, metrics: list[dict[str, Any]]) -> bool:
@@ -243,7 +270,7 @@ def export_adapter(folder: Path, out: Path | None = None) -> Path:
     snapshot = checkpoints.latest()
     if snapshot is None:
         raise UserError(f"{folder}: has no whole checkpoint to export")
-    job = assemble(load_recipe(folder / "recipe.yaml"), cohort=snapshot.facts["cohort"])
+    job = assemble(load_recipe(folder / "recipe.yaml"))
     federation = blank(job.algorithm, job.problem, job.info)
     snapshot.restore(federation)
     job.problem.space.scatter(job.model, federation.x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, clip
 from fedllm.drift import Drift
 from fedllm.errors import UserError
+from fedllm.memory import Waves
 from fedllm.problem import Problem
 from fedllm.profile import section
 from fedllm.reduction import Reduction
@@ -28,7 +29,7 @@ class Share:
 
     kept: accepted clients with the rows {name: [C, ...]} that they keep. losses: of the accepted clients, each the mean
     over its steps. rejected: client -> why. bytes_up: of all uploads; most_up: of the largest. slowest: seconds of the
-    slowest client, see RoundReport.
+    slowest client, see RoundReport. forced: the cohort size that memory forced on it, see Waves.
     """
 
     reduction: Reduction
@@ -39,6 +40,7 @@ class Share:
     bytes_up: int = 0
     most_up: int = 0
     slowest: float = 0.0
+    forced: int | None = None
 
     @classmethod
     def empty(cls, alg: Algorithm, x: Tensor, info: RoundInfo) -> Share:
@@ -57,6 +59,7 @@ class Share:
         self.rejected |= other.rejected
         self.bytes_up += other.bytes_up
         self.most_up, self.slowest = max(self.most_up, other.most_up), max(self.slowest, other.slowest)
+        self.forced = min((size for size in (self.forced, other.forced) if size), default=None)
 
     def pack(self) -> tuple[dict[str, Any], State]:
         """The share as JSON data and tensors, for another process."""
@@ -65,7 +68,7 @@ class Share:
             "kept": [accepted for accepted, _ in self.kept],
             "losses": self.losses,
             "rejected": list(self.rejected.items()),
-            "numbers": [self.bytes_up, self.most_up, self.slowest],
+            "numbers": [self.bytes_up, self.most_up, self.slowest, self.forced],
         }
         tensors = {f"upload/{name}": value for name, value in self.reduction.sums.items()}
         tensors |= {f"drift/{name}": value for name, value in self.drift.sums.items()}
@@ -79,7 +82,7 @@ class Share:
         self.reduction.counts = head["counts"]
         self.kept = [(accepted, under(f"kept/{place}/", tensors)) for place, accepted in enumerate(head["kept"])]
         self.losses, self.rejected = head["losses"], dict(head["rejected"])
-        self.bytes_up, self.most_up, self.slowest = head["numbers"]
+        self.bytes_up, self.most_up, self.slowest, self.forced = head["numbers"]
         return self
 
 
@@ -118,13 +121,18 @@ def train_share(
     """
     share = Share.empty(alg, federation.x, info)
     reduction = share.reduction
-    for cohort in chunks(list(steps), cohort_size):
-        began, counts = time.perf_counter(), [steps[client] for client in cohort]
+
+    def train(cohort: list[int]) -> Trained:
+        counts = [steps[client] for client in cohort]
         try:
-            rows, local, upload, state, loss = _train(alg, problem, federation, info, cohort, counts, tracked, progress)
+            return _train(alg, problem, federation, info, cohort, counts, tracked, progress)
         except Exception as error:
             error.add_note(f"Round {info.index + 1}, while these clients trained together: {_listed(cohort)}")
             raise
+
+    waves = Waves(list(steps), cohort_size)
+    for cohort, (began, rows, local, upload, state, loss) in waves.each(train):
+        counts = [steps[client] for client in cohort]
         sent = [_upload_bytes(alg, upload, client in tracked) for client in cohort]
         share.bytes_up, share.most_up = share.bytes_up + sum(sent), max(share.most_up, *sent)
         with section("reduce"):
@@ -140,12 +148,15 @@ def train_share(
                 share.losses += [] if loss is None else loss[good].tolist()
         del local  # before the next cohort makes its own
         share.slowest = max(share.slowest, (time.perf_counter() - began) * max(counts) / sum(counts))
+    share.forced = waves.forced
     return share
 
 
 class Trained(NamedTuple):
-    """A cohort after its local steps: local and what end made of it, and its clients' mean losses [C], where known."""
+    """A cohort after its local steps: local and what end made of it, and its clients' mean losses [C], where known.
+    began: time.perf_counter() before the first step."""
 
+    began: float
     rows: Rows
     local: State
     upload: State
@@ -165,7 +176,7 @@ def _train(
 ) -> Trained:
     """The local steps of a cohort, its clients in order of falling step counts, so that those still at work are always
     the first rows."""
-    x = federation.x.expand(len(clients), -1)
+    began, x = time.perf_counter(), federation.x.expand(len(clients), -1)
     steps = torch.tensor(counts)
     rates = alg.rates(steps, info).to(x)
     rows = Rows(
@@ -191,7 +202,7 @@ def _train(
         progress(active)
     with section("optimizer"):
         upload, state = alg.end(local, x, federation.server, kept, rows, info)
-    return Trained(rows, local, upload, state, None if losses is None else losses / rows.steps[:, 0])
+    return Trained(began, rows, local, upload, state, None if losses is None else losses / rows.steps[:, 0])
 
 
 def _upload_bytes(alg: Algorithm, upload: State, tracked: bool) -> int:
@@ -214,13 +225,6 @@ def _weights(alg: Algorithm, problem: Problem, clients: list[int], x: Tensor) ->
     if alg.weights == "uniform":
         return torch.ones(len(clients), dtype=torch.float64, device=x.device)
     return problem.sizes(clients).to(device=x.device, dtype=torch.float64)
-
-
-def chunks(items: Sequence[int], size: int | None) -> Iterator[list[int]]:
-    """Runs of at most `size` items, None = all in one."""
-    size = size or max(1, len(items))
-    for begin in range(0, len(items), size):
-        yield list(items[begin : begin + size])
 
 
 def _listed(clients: Sequence[int]) -> str:

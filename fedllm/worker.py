@@ -67,15 +67,15 @@ class _Worker:
         federation.server = {name: value.to(device) for name, value in under("server/", tensors).items()}
         answers: list[dict[str, Any]] = []
         found: State = {}
+        cohort = head["cohort"]
         for place, share in enumerate(head["shares"]):
             for client in share:
                 kept = under(f"client/{client}/", tensors)
                 federation.clients.put([client], {name: value[None] for name, value in kept.items()})
             steps = local_steps(job.problem, share, info)
             tracked = set(head["tracked"])
-            trained = train_share(
-                job.algorithm, job.problem, federation, info, steps, tracked, head["cohort"], self._check
-            )
+            trained = train_share(job.algorithm, job.problem, federation, info, steps, tracked, cohort, self._check)
+            cohort = trained.forced or cohort
             answer, packed = trained.pack()
             answers.append(answer)
             found |= {f"{place}/{name}": value for name, value in packed.items()}

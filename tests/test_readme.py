@@ -62,7 +62,7 @@ def test_command(command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     words = [str(REPO / word) if word.startswith("recipes/") else word for word in words]
     (tmp_path / "grid.yaml").write_text(blocks("yaml")[0])
-    if words[0] in ("run", "sweep") and "--dry-run" not in words:
+    if words[0] in ("run", "sweep", "tune") and "--dry-run" not in words:
         words.append("--dry-run")
     if words[0] == "hessian":
         monkeypatch.setattr("fedllm.hessian.PROBE", 1)
