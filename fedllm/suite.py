@@ -233,6 +233,8 @@ def _default_model(suite: Suite, recipes: Path, overrides: Sequence[str]) -> str
 
 
 def _recipe_file(recipes: Path, suite: Suite, task: str, model: str) -> Path:
+    if not recipes.is_dir():
+        raise UserError(f"{recipes}: no such folder; start in a clone of fedllm, or name the recipes' with --recipes")
     path = recipes / f"{task}_{model}.yaml"
     if model not in suite.models and not path.is_file():
         raise UserError(
