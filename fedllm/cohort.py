@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedllm.dropout import dropout
+from fedllm.dropout import Dropout
 from fedllm.errors import UserError
 from fedllm.masks import NAME, set_attention
 from fedllm.packing import Packed
@@ -23,20 +23,16 @@ from fedllm.space import ParameterSpace
 
 @dataclass
 class _Pass:
-    """What the layers of the pass under way need: the clients' parameters, the samples' dropout keys or None, and the
-    packed rows, None where a row is a sample."""
+    """What the layers of the pass under way need: the clients' parameters, the samples' dropout or None, and the packed
+    rows, None where a row is a sample."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    keys: Tensor | None = None
+    dropout: Dropout | None = None
     packed: Packed | None = None
 
     def drop(self, x: Tensor, rate: float, layer: int) -> Tensor:
         """Dropout of x [samples, F] or [rows, L, F]."""
-        if self.keys is None:
-            return x
-        if self.packed is None or x.dim() == 2:
-            return dropout(x, rate, layer, self.keys)
-        return dropout(x, rate, layer, self.keys[self.packed.sample], self.packed.position)
+        return x if self.dropout is None else self.dropout(x, rate, layer)
 
 
 class CohortModel:
@@ -61,13 +57,15 @@ class CohortModel:
 
         inputs: input_ids, attention_mask, ... [N, L]. keys [N]: dropout keys of the samples, None for no dropout.
         """
-        return self._run(_Pass(self.space.views(X), keys), inputs)
+        dropout = None if keys is None else Dropout(keys, self._layers)
+        return self._run(_Pass(self.space.views(X), dropout), inputs)
 
     def packed(self, X: Tensor, packed: Packed, keys: Tensor | None = None) -> Tensor:
         """The same of samples in packed rows. The head is given N samples of one token, the one it reads."""
         token = torch.ones(len(packed.reads), 1, dtype=torch.long, device=X.device)
         inputs = {"input_ids": token * self._no_padding, "attention_mask": token}
-        return self._run(_Pass(self.space.views(X), keys, packed), inputs)
+        dropout = None if keys is None else Dropout(keys, self._layers, packed.sample, packed.position)
+        return self._run(_Pass(self.space.views(X), dropout, packed), inputs)
 
     def _run(self, wanted: _Pass, inputs: dict[str, Tensor]) -> Tensor:
         self._pass = wanted
@@ -89,7 +87,7 @@ class CohortModel:
         served: set[str] = set()
         trainable = set(self.space.names)
         adapters: set[int] = set()
-        layers = 0
+        self._layers = 0  # those with dropout
         for name, module in self.model.named_modules():
             if id(module) in adapters:
                 continue
@@ -98,15 +96,15 @@ class CohortModel:
                     id(inner) for part in _LORA_PARTS for inner in getattr(module, part, nn.Module()).modules()
                 }
                 names = [f"{name}.{part}.{_adapter(module)}.weight" for part in ("lora_A", "lora_B")]
-                self._take(module, self._lora(module, names[0], names[1], layers))
+                self._take(module, self._lora(module, names[0], names[1], self._layers))
                 served.update(names)
-                layers += 1
+                self._layers += 1
             elif isinstance(module, nn.Linear) and f"{name}.weight" in trainable:
                 self._take(module, self._linear(f"{name}.weight", f"{name}.bias" if module.bias is not None else None))
                 served.update({f"{name}.weight", f"{name}.bias"} & trainable)
             elif isinstance(module, nn.Dropout):
-                self._take(module, self._dropout(module.p, layers))
-                layers += 1
+                self._take(module, self._dropout(module.p, self._layers))
+                self._layers += 1
         self._read_packed()
         if missing := trainable - served:
             raise UserError(
