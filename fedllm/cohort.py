@@ -58,14 +58,22 @@ class CohortModel:
         inputs: input_ids, attention_mask, ... [N, L]. keys [N]: dropout keys of the samples, None for no dropout.
         """
         dropout = None if keys is None else Dropout(keys, self._layers)
-        return self._run(_Pass(self.space.views(X), dropout), inputs)
+        return self._run(_Pass(self._parameters(X), dropout), inputs)
 
     def packed(self, X: Tensor, packed: Packed, keys: Tensor | None = None) -> Tensor:
         """The same of samples in packed rows. The head is given N samples of one token, the one it reads."""
         token = torch.ones(len(packed.reads), 1, dtype=torch.long, device=X.device)
         inputs = {"input_ids": token * self._no_padding, "attention_mask": token}
         dropout = None if keys is None else Dropout(keys, self._layers, packed.sample, packed.position)
-        return self._run(_Pass(self.space.views(X), dropout, packed), inputs)
+        return self._run(_Pass(self._parameters(X), dropout, packed), inputs)
+
+    def _parameters(self, X: Tensor) -> dict[str, Tensor]:
+        """The clients' parameters; under autocast its products' adapters are cast here, all at once."""
+        found, device = self.space.views(X), X.device.type
+        if torch.is_autocast_enabled(device):
+            low = self.space.views(X.to(torch.get_autocast_dtype(device)))
+            found |= {name: low[name] for name in self._adapters}
+        return found
 
     def _run(self, wanted: _Pass, inputs: dict[str, Tensor]) -> Tensor:
         self._pass = wanted
@@ -88,6 +96,7 @@ class CohortModel:
         trainable = set(self.space.names)
         adapters: set[int] = set()
         self._layers = 0  # those with dropout
+        self._adapters: list[str] = []
         for name, module in self.model.named_modules():
             if id(module) in adapters:
                 continue
@@ -97,7 +106,7 @@ class CohortModel:
                 }
                 names = [f"{name}.{part}.{_adapter(module)}.weight" for part in ("lora_A", "lora_B")]
                 self._take(module, self._lora(module, names[0], names[1], self._layers))
-                served.update(names)
+                self._adapters += names
                 self._layers += 1
             elif isinstance(module, nn.Linear) and f"{name}.weight" in trainable:
                 self._take(module, self._linear(f"{name}.weight", f"{name}.bias" if module.bias is not None else None))
@@ -106,7 +115,7 @@ class CohortModel:
                 self._take(module, self._dropout(module.p, self._layers))
                 self._layers += 1
         self._read_packed()
-        if missing := trainable - served:
+        if missing := trainable - served - set(self._adapters):
             raise UserError(
                 f"cannot train {sorted(missing)[0]} of several clients at once: expected trainable parameters in LoRA "
                 f"layers and in the Linear layers of the task head only"
