@@ -68,11 +68,12 @@ class CohortModel:
         return self._run(_Pass(self._parameters(X), dropout, packed), inputs)
 
     def _parameters(self, X: Tensor) -> dict[str, Tensor]:
-        """The clients' parameters; under autocast its products' adapters are cast here, all at once."""
-        found, device = self.space.views(X), X.device.type
-        if torch.is_autocast_enabled(device):
-            low = self.space.views(X.to(torch.get_autocast_dtype(device)))
-            found |= {name: low[name] for name in self._adapters}
+        """The clients' parameters; under autocast its adapters are cast here, all at once."""
+        if (low := _autocast(X.device)) is None:
+            return self.space.views(X)
+        found: dict[str, Tensor] = {}
+        for run, values in zip(self._runs, torch.split(X, [run.dim for run in self._runs], dim=1), strict=True):
+            found |= run.views(values.to(low) if run.names[0] in self._adapters else values)
         return found
 
     def _run(self, wanted: _Pass, inputs: dict[str, Tensor]) -> Tensor:
@@ -96,7 +97,7 @@ class CohortModel:
         trainable = set(self.space.names)
         adapters: set[int] = set()
         self._layers = 0  # those with dropout
-        self._adapters: list[str] = []
+        self._adapters: set[str] = set()
         for name, module in self.model.named_modules():
             if id(module) in adapters:
                 continue
@@ -106,7 +107,7 @@ class CohortModel:
                 }
                 names = [f"{name}.{part}.{_adapter(module)}.weight" for part in ("lora_A", "lora_B")]
                 self._take(module, self._lora(module, names[0], names[1], self._layers))
-                self._adapters += names
+                self._adapters.update(names)
                 self._layers += 1
             elif isinstance(module, nn.Linear) and f"{name}.weight" in trainable:
                 self._take(module, self._linear(f"{name}.weight", f"{name}.bias" if module.bias is not None else None))
@@ -115,7 +116,8 @@ class CohortModel:
                 self._take(module, self._dropout(module.p, self._layers))
                 self._layers += 1
         self._read_packed()
-        if missing := trainable - served - set(self._adapters):
+        self._runs = self.space.runs(self._adapters)
+        if missing := trainable - served - self._adapters:
             raise UserError(
                 f"cannot train {sorted(missing)[0]} of several clients at once: expected trainable parameters in LoRA "
                 f"layers and in the Linear layers of the task head only"
@@ -130,7 +132,8 @@ class CohortModel:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if (packed := self._pass.packed) is None:
                 return whole_pass(*args, **kwargs)
-            found = whole_pass(**packed.inputs, attention_mask=packed.mask)
+            mask = packed.mask(_autocast(packed.sample.device) or whole.dtype)
+            found = whole_pass(**packed.inputs, attention_mask=mask)
             found.last_hidden_state = self._read(found.last_hidden_state)
             return found
 
@@ -189,6 +192,13 @@ class CohortModel:
 
 
 _LORA_PARTS = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B")
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """The dtype of the matrix products under autocast, if that is on."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
 
 
 def _adapter(module: Any) -> str:

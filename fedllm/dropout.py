@@ -42,9 +42,7 @@ class Dropout:
     layers at once, which leaves few operations to launch a layer.
     """
 
-    def __init__(
-        self, keys: Tensor, layers: int, sample: Tensor | None = None, position: Tensor | None = None
-    ) -> None:
+    def __init__(self, keys: Tensor, layers: int, sample: Tensor | None = None, position: Tensor | None = None) -> None:
         self._keys, self._layers, self._sample, self._position = keys, layers, sample, position
         self._hashes: dict[int, Tensor] = {}
         self._pairs: dict[int, Tensor] = {}

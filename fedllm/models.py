@@ -288,7 +288,7 @@ def _set_dropout(config: PreTrainedConfig, rate: float | None) -> None:
 
 
 def _fuse_activation(config: PreTrainedConfig) -> None:
-    """GPT-2's activation in one operation, where transformers' "gelu_new" takes eight and keeps what lies between them."""
+    """GPT-2's activation as one operation; transformers' "gelu_new" takes eight and keeps what lies between them."""
     for key, value in list(vars(config).items()):
         if value == "gelu_new":
             setattr(config, key, "gelu_pytorch_tanh")

@@ -51,11 +51,15 @@ class Packed:
     counts: list[int]
     causal: bool
 
-    @property
-    def mask(self) -> Tensor:
-        """Whom each token attends to [R, 1, L, L]; made on the rows' own device, being L times as large as they are."""
-        same = self.sample[:, None, :, None] == self.sample[:, None, None, :]
-        return same.tril() if self.causal else same
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """What is added to the attention scores [R, 1, L, L]: 0 where a token attends, else -inf. Made once a pass, on the
+        rows' own device, laid out so that a GPU's kernel takes it as it is."""
+        attends = self.sample[:, None, :, None] == self.sample[:, None, None, :]
+        if self.causal:
+            attends = attends.tril()
+        *shape, length = attends.shape
+        aligned = torch.full((*shape, -(-length // 8) * 8), -torch.inf, dtype=dtype, device=attends.device)
+        return aligned[..., :length].masked_fill_(attends, 0.0)
 
     @property
     def equal(self) -> bool:

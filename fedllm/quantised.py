@@ -29,8 +29,8 @@ def settle(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def lower(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Keeps the frozen float32 matrices in `dtype`, to which autocast would cast them again in every pass: the same bits
-    of every product, from half the memory. None: leaves them as they are."""
+    """Keeps the frozen float32 matrices in `dtype`, to which autocast would cast them again in every pass: the same
+    bits of every product, from half the memory. None: leaves them as they are."""
     for module in model.modules() if dtype is not None else ():
         frozen = not any(value.requires_grad for value in module.parameters(recurse=False))
         if isinstance(module, nn.Linear | Conv1D) and frozen and module.weight.dtype == torch.float32:
