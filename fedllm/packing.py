@@ -52,8 +52,8 @@ class Packed:
     causal: bool
 
     def mask(self, dtype: torch.dtype) -> Tensor:
-        """What is added to the attention scores [R, 1, L, L]: 0 where a token attends, else -inf. Made once a pass, on the
-        rows' own device, laid out so that a GPU's kernel takes it as it is."""
+        """What is added to the attention scores [R, 1, L, L]: 0 where a token attends, else -inf. Made once a pass on
+        the rows' own device, laid out so that a GPU's kernel takes it as it is."""
         attends = self.sample[:, None, :, None] == self.sample[:, None, None, :]
         if self.causal:
             attends = attends.tril()
