@@ -4,6 +4,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 for algorithm in fadamgc fedadamw localadam localadamw; do
-    .venv/bin/fedllm run "recipes/sst2_$algorithm.yaml"
+    .venv/bin/fedllm run "recipes/sst2_$algorithm.yaml" eval.every=2
 done
 .venv/bin/fedllm report runs/sst2_{fadamgc,fedadamw,localadam,localadamw}-s0 --out benchmarks/sst2

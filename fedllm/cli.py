@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     suite.add_argument("--algorithm", help="default: the recipes' own")
     suite.add_argument("--recipes", type=Path, default=Path("recipes"), help="folder of the recipes (default recipes)")
     suite.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs and the table (default runs)")
+    suite.add_argument("--beside", type=Path, metavar="CSV", help="scores for a column of their own: a scores.csv")
 
     report = _command(commands, "report", _report, "tables, figures and a page of run folders")
     report.add_argument("runs", nargs="+", type=Path, help="run folders")
@@ -223,6 +224,7 @@ def _suite(arguments: argparse.Namespace) -> int:
             arguments.overrides,
             recipes=arguments.recipes,
             out=arguments.out,
+            beside=arguments.beside,
             crew=crew,
         )
         if not finished:

@@ -28,6 +28,34 @@ from fedllm.settings import nearest
 from fedllm.state import replace_text
 
 _NONE = "-"
+_SCORES = "scores.csv"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Scores from elsewhere: the heading of their column, and each task's cell as it is written there."""
+
+    heading: str
+    cells: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path, tasks: Sequence[str]) -> Beside:
+        """The columns `task` and `final` of a CSV: a scores.csv of this module, or one typed off a paper. Raises
+        UserError."""
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise UserError(f"{path}: scores to show beside ours cannot be read: {error}") from error
+        if not rows or not {"task", "final"} <= rows[0].keys():
+            found = ", ".join(map(str, rows[0])) if rows else "no rows"
+            raise UserError(f"{path}: found {found}, expected a CSV with the columns task and final, a row a task")
+        known = [*tasks, "average"]
+        for task in (row["task"] for row in rows):
+            if task not in known:
+                raise UserError(f"{path}: task: found '{task}'{nearest(task, known)}, expected {', '.join(known)}")
+        cells = {row["task"]: (row["final"] or "").strip() or _NONE for row in rows}
+        return cls(path.parent.name if path.name == _SCORES else path.stem, cells)
 
 
 @dataclass(frozen=True)
@@ -53,14 +81,16 @@ def run_suite(
     *,
     recipes: Path = Path("recipes"),
     out: Path = Path("runs"),
+    beside: Path | None = None,
     crew: Crew | None = None,
 ) -> bool:
     """Runs every task of a suite, prints the table of their scores and writes it to `out`; whether all tasks finished.
 
     model: of Suite.models; None: the first that can be had, which is said. algorithm: None for the recipes' own.
     overrides: "section.key=value", for every run. Runs live in out/<recipe>-s<seed>, are resumed where they were
-    interrupted, and kept where they are finished. A task that cannot be run is named, and the others go on. crew: see
-    run.
+    interrupted, and kept where they are finished. A task that cannot be run is named, and the others go on. beside: a
+    CSV of scores for a column of their own; None: the paper's, where recipes/paper/<suite>_<model>_<algorithm>.csv
+    holds them. crew: see run.
     Raises UserError for mistakes in what was given, before anything runs.
     """
     suite = SUITES[name]
@@ -69,6 +99,10 @@ def run_suite(
     wanted = [*([f"algorithm={algorithm}"] if algorithm else []), *overrides]
     loaded = [load_recipe(path, wanted) for path in paths]
     _check(paths, loaded)
+    used = loaded[0].algorithm["name"]
+    paper = recipes / "paper" / f"{name}_{chosen}_{used}.csv"
+    other = beside or (paper if paper.is_file() else None)
+    column = Beside.read(other, suite.tasks) if other else None
     results: list[RunResult | None] = []
     for number, recipe in enumerate(loaded, 1):
         say(f"{number} of {len(loaded)}: {recipe.name}", "bold")
@@ -79,27 +113,33 @@ def run_suite(
         except (UserError, RunError) as error:
             warn(f"{recipe.name} cannot be run: {error}")
             results.append(None)
-    table = ScoreTable(_caption(chosen, loaded[0]), suite.tasks, results)
-    folder = out / f"report-{name}-{chosen}-{loaded[0].algorithm['name']}-s{loaded[0].run.seed}"
+    table = ScoreTable(_caption(chosen, loaded[0]), suite.tasks, results, column)
+    folder = out / f"report-{name}-{chosen}-{used}-s{loaded[0].run.seed}"
     table.write(folder)
     console.print(table.rich())
-    say(f"written to {folder}: scores.md, scores.csv")
+    say(f"written to {folder}: scores.md, {_SCORES}")
     return all(result is not None for result in results)
 
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """The scores of one algorithm, a line a task, None where a task has none; scores are given times 100."""
+    """The scores of one algorithm, a line a task, None where a task has none; scores are given times 100. beside:
+    others, in a column of their own."""
 
     caption: str
     tasks: Sequence[str]
     results: Sequence[RunResult | None]
+    beside: Beside | None = None
 
-    headings = ("task", "metric", "final", "best", "of round", "rounds", "MB sent", "seconds")
+    @property
+    def headings(self) -> tuple[str, ...]:
+        """Of the columns."""
+        others = (self.beside.heading,) if self.beside else ()
+        return ("task", "metric", "final", *others, "best", "of round", "rounds", "MB sent", "seconds")
 
     def lines(self) -> list[tuple[str, ...]]:
         """A line a task."""
-        return [_line(task, result) for task, result in zip(self.tasks, self.results, strict=True)]
+        return [self._wide(_line(task, result)) for task, result in zip(self.tasks, self.results, strict=True)]
 
     def average(self) -> list[tuple[str, ...]]:
         """The line of the headline metrics' average over several tasks, if every one of them has its scores."""
@@ -109,7 +149,12 @@ class ScoreTable:
         final = [result["final"][result["primary"]] for result in done]
         best = [result["best"].get(result["primary"], {}).get("value") for result in done]
         scores = [_score(None if None in column else fmean(column)) for column in (final, best)]
-        return [("average", "headline metrics", *scores, *[""] * 4)]
+        return [self._wide(("average", "headline metrics", *scores, *[""] * 4))]
+
+    def _wide(self, line: tuple[str, ...]) -> tuple[str, ...]:
+        """The line with the other scores' cell after its final ones."""
+        cell = (self.beside.cells.get(line[0], _NONE),) if self.beside else ()
+        return (*line[:3], *cell, *line[3:])
 
     def rich(self) -> Table:
         """For the terminal."""
@@ -133,7 +178,7 @@ class ScoreTable:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             replace_text(folder / "scores.md", f"{self.caption}\n\n{markdown}\n")
-            replace_text(folder / "scores.csv", text.getvalue())
+            replace_text(folder / _SCORES, text.getvalue())
         except OSError as error:
             raise RunError(f"{folder} could not be written: {error}") from error
 
@@ -188,6 +233,8 @@ def _default_model(suite: Suite, recipes: Path, overrides: Sequence[str]) -> str
 
 
 def _recipe_file(recipes: Path, suite: Suite, task: str, model: str) -> Path:
+    if not recipes.is_dir():
+        raise UserError(f"{recipes}: no such folder; start in a clone of fedllm, or name the recipes' with --recipes")
     path = recipes / f"{task}_{model}.yaml"
     if model not in suite.models and not path.is_file():
         raise UserError(

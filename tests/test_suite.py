@@ -131,6 +131,51 @@ def test_an_interrupted_suite_goes_on_where_it_was_and_ends_in_one_table(
         assert rounds == []
 
 
+def test_other_scores_stand_beside_ours(
+    stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fedllm.run, "_plot", lambda folder: folder / "curves.png")
+    recipes = shutil.copytree(stand_ins / "recipes", tmp_path / "recipes")
+    (recipes / "paper").mkdir()
+    (recipes / "paper" / "glue_tiny_fedavg.csv").write_text("task,final\ncola,12.34\nqqp, 80.1 / 70.2\naverage,55.50\n")
+    places = ["--recipes", str(recipes), "--out", str(tmp_path)]
+    words = ["suite", "glue", "--model", "tiny", *places, "federation.rounds=1"]
+    assert main([*words, "--algorithm", "fedavg"]) == 0
+    lines = table(tmp_path / "report-glue-tiny-fedavg-s0")
+    found = {task: line["glue_tiny_fedavg"] for task, line in lines.items()}
+    assert found == {**dict.fromkeys(GLUE, "-"), "cola": "12.34", "qqp": "80.1 / 70.2", "average": "55.50"}
+    assert all(line["final"] != line["glue_tiny_fedavg"] for line in lines.values())
+
+    written = tmp_path / "report-glue-tiny-fedavg-s0" / "scores.csv"
+    assert main([*words, "--algorithm", "fedadamw", "--beside", str(written)]) == 0
+    beside = table(tmp_path / "report-glue-tiny-fedadamw-s0")
+    ours = {task: line["final"] for task, line in lines.items()}
+    assert {task: line["report-glue-tiny-fedavg-s0"] for task, line in beside.items()} == ours
+    assert "glue_tiny_fedavg" not in beside["cola"]  # nothing of another algorithm's is taken unasked
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read"),
+        ("", "found no rows, expected a CSV with the columns task and final"),
+        ("name,score\ncola,1\n", "found name, score, expected a CSV with the columns task and final"),
+        ("task,final\nqpp,1\n", "task: found 'qpp' (did you mean 'qqp'?), expected cola"),
+    ],
+)
+def test_scores_to_show_that_cannot_be_read_end_before_anything_runs(
+    stand_ins: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
+) -> None:
+    path = tmp_path / "other.csv"
+    if text is not None:
+        path.write_text(text)
+    assert glue(stand_ins, tmp_path / "runs", "--beside", str(path)) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert said in error
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_task_that_cannot_be_run_is_named_and_the_others_go_on(
     stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,6 +198,7 @@ def test_a_task_that_cannot_be_run_is_named_and_the_others_go_on(
     [
         (["--model", "robreta"], "model: found 'robreta' (did you mean 'roberta'?), expected one of roberta, minilm"),
         (["--algorithm", "fedadam_w"], "unknown algorithm 'fedadam_w'"),
+        (["--recipes", "nowhere"], "nowhere: no such folder; start in a clone of fedllm, or name the recipes'"),
         (["run.dir=x"], "run.dir: found x, but every run of a suite has its own folder; give --out"),
         (["federation.round=1"], "did you mean 'rounds'?"),
     ],
