@@ -31,7 +31,7 @@ REPO = Path(__file__).resolve().parents[1]
 # steps enlarge rounding where a gradient is next to nothing, over twelve layers more than over two.
 TOLERANCE, TOLERANCE_BASE = 1e-3, 1e-2
 BASES = {  # the architectures, whose weights are drawn
-    "gpt2": {},
+    "gpt2": {"bos_token_id": 0, "eos_token_id": 2},
     "roberta": {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1},
 }
 
