@@ -15,7 +15,7 @@ ALGORITHM ?=
 SUITE = $(MODEL:%=--model %) $(ALGORITHM:%=--algorithm %) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format glue-all 20news clean
+.PHONY: help setup quickstart test lint format glue-all 20news gpu-bench clean
 
 help:  ## list these targets
 	@echo "make TARGET [MODEL=minilm] [ALGORITHM=fedadamw] [ARGS='run.seed=1 ...'] [PYTHON=$(PYTHON)]"
@@ -44,6 +44,9 @@ glue-all: $(RUNTIME)  ## the seven GLUE tasks with one ALGORITHM and MODEL (robe
 
 20news: $(RUNTIME)  ## the same on 20 Newsgroups (MODEL: gpt2 or minilm)
 	@$(BIN)/fedllm suite 20news $(SUITE)
+
+gpu-bench: $(DEV)  ## tests, speed, profile, cohort sizes and ablation on one GPU, into runs/gpu; without a hub
+	@$(BIN)/python benchmarks/gpu.py runs/gpu $(ARGS)
 
 clean:  ## remove caches and build outputs; .venv and runs stay
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -57,7 +57,7 @@ class Base:
         no gradient. In bfloat16 (weights and autocast) the norms stay in float32, and the adapters are cast."""
         h, i, kv = self.hidden, self.intermediate, self.kv
         if bfloat16:
-            per_token = 2 * (8 * h + 2 * kv + 3 * i + 2 * rank) + 4 * (self.heads + 2)
+            per_token = 2 * (7 * h + 2 * kv + 3 * i + 2 * rank) + 4 * (self.heads + 2)
             return self.layers * (tokens * per_token + 2 * cohort * self.adapter(rank))
         return self.layers * tokens * 4 * (5 * h + 2 * kv + 3 * i + 2 * rank + self.heads + 2)
 

@@ -4,12 +4,13 @@ python benchmarks/speed.py recipes/sst2_fadamgc.yaml            # ours, a bare l
 python benchmarks/speed.py recipes/sst2_fadamgc.yaml --flower   # and Flower: pip install "flwr[simulation]"
 python benchmarks/speed.py recipes/sst2_fadamgc.yaml --ablate   # ours with each of its parts switched off
 python benchmarks/speed.py recipes/sst2_fadamgc.yaml --ablate --compile                # and with torch.compile
+python benchmarks/speed.py recipes/sst2_fadamgc.yaml --cohorts 1,2,5  # ours in cohorts of these sizes
 python benchmarks/speed.py recipes/qqp_fadamgc.yaml model.pretrained=false data.max_train=4000   # GPT-2, on a GPU
 
 Every side trains the same clients on the same batches with AdamW, from the same weights, and must end at the same mean
 weights. A line a side: seconds of a round (median), client-steps a second, and how many times as long as ours it takes,
-the median and the range over the repeats. On a GPU also the peak memory and the share of the GPU's peak arithmetic
-(--peak-tflops).
+the median and the range over the repeats. On a GPU also the peak memory beside the weights, and the share of the GPU's
+peak arithmetic (--peak-tflops).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,6 +48,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--flower", action="store_true")
     parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--cohorts", help="sizes of cohorts to compare, with commas, instead of the other sides")
     parser.add_argument("--compile", action="store_true", help="with --ablate, a side whose model torch has compiled")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the GPU, dense bfloat16 (H100, H200: 989)")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
@@ -54,7 +57,9 @@ def main() -> int:
     shelf = Shelf()
     work = Work.of(arguments.recipe, arguments.overrides, *shape, shelf=shelf)
     sides: dict[str, Side] = {"fedllm": work.ours}
-    if arguments.ablate:
+    if arguments.cohorts:
+        sides |= {f"cohorts of {size}": partial(work.ours, int(size)) for size in arguments.cohorts.split(",")}
+    elif arguments.ablate:
         switches = {"one client at a time": ["run.cohort=1"], "padded rows": ["run.slices=1"]}
         if work.job.machine.autocast is not None:
             switches["float32"] = ["run.precision=float32"]
@@ -97,7 +102,7 @@ def _agree(sides: dict[str, Side]) -> None:
 
 
 def _alternate(sides: dict[str, Side], repeats: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each repeat, and on a GPU the peak bytes, of each side in turn."""
+    """Seconds of each repeat, and on a GPU the peak bytes beside what all sides keep there, of each side in turn."""
     cuda = torch.cuda.is_available()
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     memory: dict[str, int] = {}
@@ -106,11 +111,12 @@ def _alternate(sides: dict[str, Side], repeats: int) -> tuple[dict[str, list[flo
             if cuda:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
+                kept = torch.cuda.memory_allocated()
             began = time.perf_counter()
             side()
             if cuda:
                 torch.cuda.synchronize()
-                memory[name] = torch.cuda.max_memory_allocated()
+                memory[name] = torch.cuda.max_memory_allocated() - kept
             seconds[name].append(time.perf_counter() - began)
             say(f"repeat {repeat + 1} of {repeats}, {name}: {seconds[name][-1]:.2f} s", "dim")
     return seconds, memory
@@ -122,6 +128,7 @@ def _figures(seconds: list[float], ours: list[float], work: Work) -> dict[str, f
     return {
         "seconds": middle,
         "client_steps_per_second": work.client_steps / middle,
+        "teraflops": work.operations / middle / 1e12,
         "ratio": statistics.median(ratios),
         "lowest": min(ratios),
         "highest": max(ratios),
@@ -130,7 +137,6 @@ def _figures(seconds: list[float], ours: list[float], work: Work) -> dict[str, f
 
 def _table(figures: dict[str, dict[str, float]], memory: dict[str, int], work: Work, peak_tflops: float) -> Table:
     job = work.job
-    frozen = sum(value.numel() for name, value in job.model.named_parameters() if "embeddings" not in name)
     table = Table(
         title=f"{work.client_steps} client-steps of {job.recipe.name}, {job.machine.precision}, {job.machine.device}"
     )
@@ -145,9 +151,8 @@ def _table(figures: dict[str, dict[str, float]], memory: dict[str, int], work: W
             f"{found['lowest']:.2f} to {found['highest']:.2f}",
         ]
         if memory:
-            # Forward and the gradient of the inputs: 2 + 2 operations a frozen weight and token.
-            operations = 4 * frozen * work.tokens / found["seconds"] / (peak_tflops * 1e12)
-            cells += [f"{memory[name] / 2**30:.2f}", f"{operations:.1%}"] if name in memory else ["-", "-"]
+            used = found["teraflops"] / peak_tflops
+            cells += [f"{memory[name] / 2**30:.2f}", f"{used:.1%}"] if name in memory else ["-", "-"]
         table.add_row(*cells)
     return table
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from fedllm import load_recipe
 from fedllm.assemble import Job, Shelf, assemble
@@ -55,11 +56,19 @@ class Work:
         lengths = self.job.problem._tokens.lengths
         return int(sum(lengths[batch].sum() for batches in self.batches for batch in batches))
 
-    def ours(self) -> Tensor:
-        """The round our way; returns the new global x [d]."""
+    @property
+    def operations(self) -> float:
+        """Of the round's matrix products with frozen weights, without padding: a weight and token takes 2 forward, and
+        2 for the gradient of the inputs."""
+        layers = (module for module in self.job.model.modules() if isinstance(module, nn.Linear | Conv1D))
+        return 4.0 * self.tokens * sum(m.weight.numel() for m in layers if not m.weight.requires_grad)
+
+    def ours(self, cohort: int | None = None) -> Tensor:
+        """The round our way, in cohorts of the job's size or this one; returns the new global x [d]."""
         job = self.job
         federation = blank(job.algorithm, job.problem, job.info)
-        run_round(job.algorithm, job.problem, federation, job.info, self.clients, self.clients, Plan(job.cohort))
+        plan = Plan(cohort or job.cohort)
+        run_round(job.algorithm, job.problem, federation, job.info, self.clients, self.clients, plan)
         return federation.x
 
 

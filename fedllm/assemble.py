@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from peft import PeftModel
 from rich.table import Table
 
@@ -19,7 +19,7 @@ from fedllm.algorithms.base import RoundInfo
 from fedllm.batches import ClientBatches
 from fedllm.blocks import RoleError
 from fedllm.blocks import partition as block_partition
-from fedllm.console import stage
+from fedllm.console import stage, warn
 from fedllm.costs import client_memory, traffic, vectors_per_round
 from fedllm.data import Task, load_task
 from fedllm.errors import UserError
@@ -114,8 +114,15 @@ def find_machine(recipe: Recipe, processes: int = 1) -> Machine:
             f"started as {size()} processes, which run_recipe does not join; use torchrun or accelerate launch with "
             f"scripts/fedtune.py, which does"
         )
-    accelerator = Accelerator(cpu=wanted == "cpu" or not torch.cuda.is_available())
+    # Processes talk through fedllm.processes alone: NCCL would only refuse those that share a GPU.
+    gloo = [InitProcessGroupKwargs(backend="gloo")] if processes > 1 else None
+    accelerator = Accelerator(cpu=wanted == "cpu" or not torch.cuda.is_available(), kwargs_handlers=gloo)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    if accelerator.device.type == "cuda" and local > (gpus := torch.cuda.device_count()):
+        warn(
+            f"{local} processes share {gpus} GPU{'s' * (gpus > 1)}: their memory is not kept apart, and one process a "
+            f"GPU, which trains all of its clients together, is usually faster"
+        )
     threads = recipe.run.threads or max(1, usable_cores() // local)
     torch.set_num_threads(threads)
     chosen = recipe.run.precision

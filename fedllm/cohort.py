@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedllm.dropout import dropout
+from fedllm.dropout import Dropout
 from fedllm.errors import UserError
 from fedllm.masks import NAME, set_attention
 from fedllm.packing import Packed
@@ -23,20 +23,16 @@ from fedllm.space import ParameterSpace
 
 @dataclass
 class _Pass:
-    """What the layers of the pass under way need: the clients' parameters, the samples' dropout keys or None, and the
-    packed rows, None where a row is a sample."""
+    """What the layers of the pass under way need: the clients' parameters, the samples' dropout or None, and the packed
+    rows, None where a row is a sample."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    keys: Tensor | None = None
+    dropout: Dropout | None = None
     packed: Packed | None = None
 
     def drop(self, x: Tensor, rate: float, layer: int) -> Tensor:
         """Dropout of x [samples, F] or [rows, L, F]."""
-        if self.keys is None:
-            return x
-        if self.packed is None or x.dim() == 2:
-            return dropout(x, rate, layer, self.keys)
-        return dropout(x, rate, layer, self.keys[self.packed.sample], self.packed.position)
+        return x if self.dropout is None else self.dropout(x, rate, layer)
 
 
 class CohortModel:
@@ -61,13 +57,24 @@ class CohortModel:
 
         inputs: input_ids, attention_mask, ... [N, L]. keys [N]: dropout keys of the samples, None for no dropout.
         """
-        return self._run(_Pass(self.space.views(X), keys), inputs)
+        dropout = None if keys is None else Dropout(keys, self._layers)
+        return self._run(_Pass(self._parameters(X), dropout), inputs)
 
     def packed(self, X: Tensor, packed: Packed, keys: Tensor | None = None) -> Tensor:
         """The same of samples in packed rows. The head is given N samples of one token, the one it reads."""
         token = torch.ones(len(packed.reads), 1, dtype=torch.long, device=X.device)
         inputs = {"input_ids": token * self._no_padding, "attention_mask": token}
-        return self._run(_Pass(self.space.views(X), keys, packed), inputs)
+        dropout = None if keys is None else Dropout(keys, self._layers, packed.sample, packed.position)
+        return self._run(_Pass(self._parameters(X), dropout, packed), inputs)
+
+    def _parameters(self, X: Tensor) -> dict[str, Tensor]:
+        """The clients' parameters; under autocast its adapters are cast here, all at once."""
+        if (low := _autocast(X.device)) is None:
+            return self.space.views(X)
+        found: dict[str, Tensor] = {}
+        for run, values in zip(self._runs, torch.split(X, [run.dim for run in self._runs], dim=1), strict=True):
+            found |= run.views(values.to(low) if run.names[0] in self._adapters else values)
+        return found
 
     def _run(self, wanted: _Pass, inputs: dict[str, Tensor]) -> Tensor:
         self._pass = wanted
@@ -89,7 +96,8 @@ class CohortModel:
         served: set[str] = set()
         trainable = set(self.space.names)
         adapters: set[int] = set()
-        layers = 0
+        self._layers = 0  # those with dropout
+        self._adapters: set[str] = set()
         for name, module in self.model.named_modules():
             if id(module) in adapters:
                 continue
@@ -98,17 +106,18 @@ class CohortModel:
                     id(inner) for part in _LORA_PARTS for inner in getattr(module, part, nn.Module()).modules()
                 }
                 names = [f"{name}.{part}.{_adapter(module)}.weight" for part in ("lora_A", "lora_B")]
-                self._take(module, self._lora(module, names[0], names[1], layers))
-                served.update(names)
-                layers += 1
+                self._take(module, self._lora(module, names[0], names[1], self._layers))
+                self._adapters.update(names)
+                self._layers += 1
             elif isinstance(module, nn.Linear) and f"{name}.weight" in trainable:
                 self._take(module, self._linear(f"{name}.weight", f"{name}.bias" if module.bias is not None else None))
                 served.update({f"{name}.weight", f"{name}.bias"} & trainable)
             elif isinstance(module, nn.Dropout):
-                self._take(module, self._dropout(module.p, layers))
-                layers += 1
+                self._take(module, self._dropout(module.p, self._layers))
+                self._layers += 1
         self._read_packed()
-        if missing := trainable - served:
+        self._runs = self.space.runs(self._adapters)
+        if missing := trainable - served - self._adapters:
             raise UserError(
                 f"cannot train {sorted(missing)[0]} of several clients at once: expected trainable parameters in LoRA "
                 f"layers and in the Linear layers of the task head only"
@@ -123,7 +132,8 @@ class CohortModel:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if (packed := self._pass.packed) is None:
                 return whole_pass(*args, **kwargs)
-            found = whole_pass(**packed.inputs, attention_mask=packed.mask)
+            mask = packed.mask(_autocast(packed.sample.device) or whole.dtype)
+            found = whole_pass(**packed.inputs, attention_mask=mask)
             found.last_hidden_state = self._read(found.last_hidden_state)
             return found
 
@@ -182,6 +192,13 @@ class CohortModel:
 
 
 _LORA_PARTS = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B")
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """The dtype of the matrix products under autocast, if that is on."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
 
 
 def _adapter(module: Any) -> str:

@@ -7,6 +7,7 @@ cohort size cannot change it. Rates are rounded to 1/65536.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,11 +16,6 @@ from fedllm.random import derive
 
 # 32-bit multipliers with good avalanche (Ellis' lowbias32), as int32.
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
-
-
-def _wrap(number: int) -> int:
-    """A whole number modulo 2^32, as a signed 32-bit one."""
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _mix(h: Tensor) -> Tensor:
@@ -38,25 +34,52 @@ def row_keys(seed: int, round: int, step: int, clients: Sequence[int], slots: Te
     return _mix(torch.tensor(keys, dtype=torch.int32)[:, None] + slots.to(torch.int32) * 0x3504F333).reshape(-1)
 
 
-def dropout(x: Tensor, rate: float, layer: int, keys: Tensor, positions: Tensor | None = None) -> Tensor:
-    """x [R, F] or [R, L, F] with each value zeroed at `rate` and the rest scaled up.
+class Dropout:
+    """The dropout of one pass: called with x [N, F] or [R, L, F], a rate and the number of the layer.
 
-    keys [R] from row_keys; of packed rows keys [R, L], those of each token's sample, and its position [R, L] there.
+    keys [N]: row_keys of the samples. layers: how many there are. sample, position [R, L]: of packed rows, which sample
+    a token belongs to and its place there; else a row is a sample. What the features of a token share is hashed for all
+    layers at once, which leaves few operations to launch a layer.
     """
-    threshold = round(rate * 65536)
-    if threshold == 0:
-        return x
-    features = x.shape[-1]
-    h = _mix(keys + _wrap(layer * 0x2545F491))
-    if x.dim() == 3:
-        if positions is None:
-            h, positions = h[:, None], torch.arange(x.shape[1], device=x.device)
-        h = _mix(h + positions.to(torch.int32) * 0x1B873593)
-    # One hash serves two features, 16 bits each.
-    pairs = _mix(torch.arange((features + 1) // 2, dtype=torch.int32, device=x.device))
-    h = h[..., None] ^ pairs
-    h *= _M1
-    h ^= (h >> 15).bitwise_and_(0x1FFFF)
-    h *= _M2
-    kept = h.view(torch.int16)[..., :features] >= threshold - 32768
-    return x * (kept * (65536 / (65536 - threshold))).to(x.dtype)
+
+    def __init__(self, keys: Tensor, layers: int, sample: Tensor | None = None, position: Tensor | None = None) -> None:
+        self._keys, self._layers, self._sample, self._position = keys, layers, sample, position
+        self._hashes: dict[int, Tensor] = {}
+        self._pairs: dict[int, Tensor] = {}
+
+    def __call__(self, x: Tensor, rate: float, layer: int) -> Tensor:
+        """x with each value zeroed at `rate` and the rest scaled up."""
+        threshold = round(rate * 65536)
+        if threshold == 0:
+            return x
+        h = (self._of_tokens(x.shape[1]) if x.dim() == 3 else self._of_samples)[layer, ..., None]
+        h = h ^ self._of_pairs(x.shape[-1])
+        h *= _M1
+        h ^= (h >> 15).bitwise_and_(0x1FFFF)
+        h *= _M2
+        kept = h.view(torch.int16)[..., : x.shape[-1]] >= threshold - 32768
+        return x * (kept * (65536 / (65536 - threshold))).to(x.dtype)
+
+    @cached_property
+    def _of_samples(self) -> Tensor:
+        """[layers, N]."""
+        layers = torch.arange(self._layers, dtype=torch.int32, device=self._keys.device)
+        return _mix(self._keys + layers[:, None] * 0x2545F491)
+
+    def _of_tokens(self, length: int) -> Tensor:
+        """[layers, R, L] for rows of this length."""
+        if length not in self._hashes:
+            h, position = self._of_samples[..., None], self._position
+            if self._sample is not None:
+                h = self._of_samples[:, self._sample]
+            if position is None:
+                position = torch.arange(length, device=h.device)
+            self._hashes[length] = _mix(h + position.to(torch.int32) * 0x1B873593)
+        return self._hashes[length]
+
+    def _of_pairs(self, features: int) -> Tensor:
+        """[(F + 1) / 2]: one hash serves two features, 16 bits each."""
+        if features not in self._pairs:
+            numbers = torch.arange((features + 1) // 2, dtype=torch.int32, device=self._keys.device)
+            self._pairs[features] = _mix(numbers)
+        return self._pairs[features]

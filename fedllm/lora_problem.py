@@ -18,7 +18,7 @@ from fedllm.masks import is_causal
 from fedllm.packing import Layout, Packed, find_layout, pack
 from fedllm.problem import Problem
 from fedllm.profile import section
-from fedllm.quantised import settle
+from fedllm.quantised import lower, settle
 from fedllm.space import ParameterSpace
 from fedllm.tokens import Tokens, send
 
@@ -66,7 +66,9 @@ class LoraProblem(Problem):
         self._autocast, self._causal = autocast, is_causal(model)
         self._overhead = SLICE_OVERHEAD[self.device.type]
         self._exact = all(value.dtype == torch.float32 for value in model.parameters())
-        self.layout = self._find_layout(model) if slices is None else None
+        self._layout = self._find_layout(model)
+        self.layout = self._layout if slices is None else None
+        lower(model, autocast)
 
     def initial(self) -> Tensor:
         return self._x0.clone()
@@ -183,8 +185,7 @@ class LoraProblem(Problem):
 
     def cut(self, slices: int | None) -> None:
         """From now on `slices` as they were given to __init__."""
-        if slices != self.slices:
-            self.slices, self.layout = slices, None if slices else self._find_layout(self._model.model)
+        self.slices, self.layout = slices, None if slices else self._layout
 
     def pass_tokens(self, clients: Sequence[int], steps: int) -> int:
         """Padded tokens of the largest pass that these clients make together in the first `steps` steps of round 0."""

@@ -207,6 +207,7 @@ def _load(model: Model, task: _Task, seed: int, source: Path | Literal["hub"], w
     options["trust_remote_code"] = False
     config = AutoConfig.from_pretrained(where, **task.config(), **options)
     _set_dropout(config, model.dropout)
+    _fuse_activation(config)
     tokenizer = AutoTokenizer.from_pretrained(where, **options)
     with _draws_from(seed):
         net, absent = _pretrained(model, config, where, options) if model.pretrained else (_random(model, config), [])
@@ -284,6 +285,13 @@ def _set_dropout(config: PreTrainedConfig, rate: float | None) -> None:
                 setattr(config, key, 0.0)
             elif rate is not None:
                 setattr(config, key, rate)
+
+
+def _fuse_activation(config: PreTrainedConfig) -> None:
+    """GPT-2's activation as one operation; transformers' "gelu_new" takes eight and keeps what lies between them."""
+    for key, value in list(vars(config).items()):
+        if value == "gelu_new":
+            setattr(config, key, "gelu_pytorch_tanh")
 
 
 def _set_padding(name: str, net: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

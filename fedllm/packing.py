@@ -51,11 +51,15 @@ class Packed:
     counts: list[int]
     causal: bool
 
-    @property
-    def mask(self) -> Tensor:
-        """Whom each token attends to [R, 1, L, L]; made on the rows' own device, being L times as large as they are."""
-        same = self.sample[:, None, :, None] == self.sample[:, None, None, :]
-        return same.tril() if self.causal else same
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """What is added to the attention scores [R, 1, L, L]: 0 where a token attends, else -inf. Made once a pass on
+        the rows' own device, laid out so that a GPU's kernel takes it as it is."""
+        attends = self.sample[:, None, :, None] == self.sample[:, None, None, :]
+        if self.causal:
+            attends = attends.tril()
+        *shape, length = attends.shape
+        aligned = torch.full((*shape, -(-length // 8) * 8), -torch.inf, dtype=dtype, device=attends.device)
+        return aligned[..., :length].masked_fill_(attends, 0.0)
 
     @property
     def equal(self) -> bool:
@@ -117,34 +121,32 @@ def _place(lengths: np.ndarray, equal: bool, length: int | None) -> tuple[np.nda
     order = np.argsort(-lengths, axis=1, kind="stable")
     falling = np.take_along_axis(lengths, order, axis=1)
     longest = max(1, int(falling.max()))
-    best: tuple[np.ndarray, np.ndarray, np.ndarray, int] | None = None
-    lowest = np.inf
-    widths = np.unique(np.linspace(longest, 2 * longest, _CANDIDATES).round().astype(int)).tolist()
-    for tried in widths if length is None else [length]:
-        row, start, counts = _first_fit(falling, tried)
-        if equal:
-            counts[:] = counts.max()
-        cost = counts.sum() * tried * (1 + tried / _ATTENTION)
-        if cost < lowest:
-            best, lowest = (row, start, counts, tried), cost
-    assert best is not None
-    placed = np.empty_like(best[0]), np.empty_like(best[1])
-    for found, sorted_ in zip(placed, best[:2], strict=True):
-        np.put_along_axis(found, order, sorted_, axis=1)
-    return *placed, best[2], best[3]
+    widths = np.unique(np.linspace(longest, 2 * longest, _CANDIDATES).round().astype(int))
+    if length is not None:
+        widths = np.array([length])
+    rows, starts, counts = _first_fit(falling, widths)
+    if equal:
+        counts[:] = counts.max(axis=1, keepdims=True)
+    best = int((counts.sum(axis=1) * widths * (1 + widths / _ATTENTION)).argmin())
+    row, start = np.empty_like(rows[best]), np.empty_like(starts[best])
+    for placed, found in ((row, rows[best]), (start, starts[best])):
+        np.put_along_axis(placed, order, found, axis=1)
+    return row, start, counts[best], int(widths[best])
 
 
-def _first_fit(falling: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each sample, longest first, in its client's first row with room: row, start [C, m], and rows [C], at least 1."""
-    clients = np.arange(len(falling))
-    room = np.full(falling.shape, length)
-    row, start = np.zeros_like(falling), np.zeros_like(falling)
-    for sample in range(falling.shape[1]):
-        size = falling[:, sample]
-        row[:, sample] = (room >= size[:, None]).argmax(axis=1)
-        start[:, sample] = np.where(size > 0, length - room[clients, row[:, sample]], 0)
-        room[clients, row[:, sample]] -= size
-    return row, start, row.max(axis=1) + 1
+def _first_fit(falling: np.ndarray, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each sample, longest first, in its client's first row with room, for each of W widths of the rows: row and start
+    [W, C, m], and rows of each client [W, C], at least 1."""
+    tried, clients = np.ogrid[: len(widths), : len(falling)]
+    room = np.tile(widths[:, None, None], (1, *falling.shape))
+    rows, starts = np.zeros_like(room), np.zeros_like(room)
+    for sample, size in enumerate(falling.T):
+        row = (room[..., : sample + 1] >= size[:, None]).argmax(axis=2)
+        left = room[tried, clients, row]
+        rows[..., sample] = row
+        starts[..., sample] = np.where(size > 0, widths[:, None] - left, 0)
+        room[tried, clients, row] = left - size
+    return rows, starts, rows.max(axis=2) + 1
 
 
 def find_layout(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 
 import torch
@@ -32,6 +33,12 @@ class ParameterSpace:
     def dim(self) -> int:
         """d, the length of the flat vector."""
         return sum(self.sizes)
+
+    def runs(self, names: Collection[str]) -> list[ParameterSpace]:
+        """The space cut wherever its order changes between parameters that are in `names` and others."""
+        pairs = zip(self.names, self.shapes, strict=True)
+        found = [list(run) for _, run in groupby(pairs, key=lambda pair: pair[0] in names)]
+        return [ParameterSpace(tuple(name for name, _ in run), tuple(shape for _, shape in run)) for run in found]
 
     def views(self, X: Tensor) -> dict[str, Tensor]:
         """{name: [C, *shape]} as views into X [C, d]; differentiable, at the cost of one concatenation for all."""

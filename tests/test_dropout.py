@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from fedllm.dropout import dropout, row_keys
+from fedllm.dropout import Dropout, row_keys
 
 
 def keys(clients: list[int], slots: list[list[int]], step: int = 0) -> torch.Tensor:
     return row_keys(7, 1, step, clients, torch.tensor(slots))
+
+
+def dropout(x: torch.Tensor, rate: float, layer: int, keys: torch.Tensor) -> torch.Tensor:
+    return Dropout(keys, layers=6)(x, rate, layer)
 
 
 def test_a_rows_mask_does_not_depend_on_the_rows_around_it() -> None:
@@ -21,6 +25,18 @@ def test_a_rows_mask_does_not_depend_on_the_rows_around_it() -> None:
 def test_padding_does_not_change_the_mask() -> None:
     k = keys([3], [[0, 1]])
     assert torch.equal(dropout(torch.ones(2, 9, 7), 0.5, 0, k)[:, :4], dropout(torch.ones(2, 4, 7), 0.5, 0, k))
+
+
+def test_packed_rows_have_the_masks_of_padded_ones() -> None:
+    """Samples of three, two and four tokens in rows of five, one place empty, and as vectors, which have no place."""
+    k = keys([3], [[0, 1, 2]])
+    sample = torch.tensor([[0, 0, 0, 1, 1], [2, 2, 2, 2, -1]])
+    position = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])
+    packed = Dropout(k, 6, sample, position)
+    padded = dropout(torch.ones(3, 4, 7), 0.5, 4, k)
+    real = sample >= 0
+    assert torch.equal(packed(torch.ones(2, 5, 7), 0.5, 4)[real], padded[sample[real], position[real]])
+    assert torch.equal(packed(torch.ones(3, 7), 0.5, 4), dropout(torch.ones(3, 7), 0.5, 4, k))
 
 
 def test_rate_and_scale() -> None:

@@ -178,6 +178,15 @@ def test_dropout_rates(tiny: dict[str, str]) -> None:
     assert load(tiny["llama"], dropout=0.3).model.config.attention_dropout == 0.0
 
 
+def test_gpt2s_activation_is_one_operation_and_the_same_function(tiny: dict[str, str]) -> None:
+    model = load(tiny["gpt2"]).model
+    plain = AutoModelForSequenceClassification.from_pretrained(tiny["gpt2"], num_labels=2).eval()
+    assert (plain.config.activation_function, model.config.activation_function) == ("gelu_new", "gelu_pytorch_tanh")
+    batch = tiny_batch(pad=2)
+    theirs, ours = (found.base_model(**batch) for found in (plain, model))
+    torch.testing.assert_close(ours.last_hidden_state, theirs.last_hidden_state, rtol=1e-5, atol=1e-5)
+
+
 def test_checkpoint_head_of_another_task_is_replaced(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "bert", headless=False, num_labels=5)
     backbone = load(folder)

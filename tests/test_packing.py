@@ -66,7 +66,7 @@ def test_every_sample_lies_whole_and_alone_in_a_row_of_its_client(data: st.DataO
 
 
 def assert_own_sample_only(packed: Packed, ids: torch.Tensor, causal: bool) -> None:
-    mask = packed.mask[:, 0]
+    mask = packed.mask(torch.float32)[:, 0].exp() == 1  # 0 and -inf
     owner = packed.sample
     assert torch.equal(owner < 0, ids.view(owner.shape) == 0)
     expected = owner[:, :, None] == owner[:, None, :]

@@ -70,6 +70,20 @@ def test_bfloat16_uploads_and_gradients_are_float32(tiny: Path, setting: str) ->
     assert {value.dtype for value in values} == {torch.float32}
 
 
+def test_frozen_matrices_are_cast_once_to_the_bits_that_autocast_gives(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = job(tiny, "run.precision=bfloat16")
+    monkeypatch.setattr("fedllm.lora_problem.lower", lambda model, dtype: None)
+    every = job(tiny, "run.precision=bfloat16")
+    X = once.problem.initial() + 0.05 * torch.randn(3, 1, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (each.problem.loss_and_gradient(X, [0, 3, 5], 1, 0) for each in (once, every))
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+    matrices = {name: value.dtype for name, value in once.model.named_parameters() if value.dim() == 2}
+    assert {kind for name, kind in matrices.items() if "encoder" in name and "lora" not in name} == {torch.bfloat16}
+    assert {kind for name, kind in matrices.items() if "embeddings" in name or "lora" in name} == {torch.float32}
+
+
 # -- quantised bases --------------------------------------------------------------------------------------------------
 
 

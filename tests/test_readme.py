@@ -27,6 +27,12 @@ def test_the_readme_has_what_this_file_tests() -> None:
     assert (len(blocks("python")), len(COMMANDS), len(blocks("yaml"))) == (4, 18, 2)
 
 
+def test_every_make_target_exists() -> None:
+    targets = re.findall(r"^([a-z0-9-]+):", (REPO / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    named = set(re.findall(r"(?:^ {4}|`)make ([a-z0-9-]+)", TEXT, flags=re.MULTILINE))
+    assert {"quickstart", "test", "gpu-bench"} <= named <= set(targets)
+
+
 @pytest.mark.parametrize("code", [code for code in blocks("python") if "path/or/hub-id" not in code])
 def test_python(code: str) -> None:
     exec(compile(code, "README.md", "exec"), {})
