@@ -256,8 +256,10 @@ def plan_table(job: Job) -> Table:
 
 def _rows(job: Job) -> str:
     if job.problem.layout is not None:
-        return "several samples a row"
-    return "a sample a row" if job.recipe.run.slices != "auto" else "a sample a row, as this model needs it"
+        rows = "several samples a row"
+    else:
+        rows = "a sample a row" if job.recipe.run.slices != "auto" else "a sample a row, as this model needs it"
+    return f"{rows}, passes of {int(job.problem.pass_tokens):,} tokens unless a client alone has more"
 
 
 def _vectors(job: Job) -> str:

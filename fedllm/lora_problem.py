@@ -122,11 +122,11 @@ class LoraProblem(Problem):
         yield slice(begin, len(batches))
 
     def _pass_sizes(self, batches: list[np.ndarray]) -> list[int]:
-        """Tokens that each client takes of a pass, at most: with padding to the largest client, where there is any."""
+        """Tokens that each client takes of a pass, most of its padding included: whole rows as long as the longest."""
+        longest = max(int(self._lengths[batch].max()) for batch in batches)
         if self.layout is None:
-            rows = -(-max(map(len, batches)) // (self.slices or 1))
-            return [rows * max(int(self._lengths[batch].max()) for batch in batches)] * len(batches)
-        tokens = [int(self._lengths[batch].sum()) for batch in batches]
+            return [longest * -(-max(map(len, batches)) // (self.slices or 1))] * len(batches)
+        tokens = [longest * -(-int(self._lengths[batch].sum()) // longest) for batch in batches]
         return [max(tokens)] * len(batches) if self._equal_rows else tokens
 
     def _pass(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedllm import QuadraticProblem, load_algorithm, load_recipe, run_recipe, simulate, sizing
 from fedllm import tune as tuning
-from fedllm.assemble import assemble
+from fedllm.assemble import Job, assemble
 from fedllm.cli import main
 from fedllm.cohort import CohortModel
 from fedllm.errors import RunError
@@ -44,6 +44,10 @@ def crowded(most: int, first_round: int = 0):
         return PLAIN(self, X, clients, round, step)
 
     return gradient
+
+
+def assembled(tiny: Path, *overrides: str) -> Job:
+    return assemble(load_recipe(tiny / "recipe.yaml", overrides))
 
 
 def adapter(folder: Path) -> dict[str, Tensor]:
@@ -117,6 +121,7 @@ def test_a_run_steps_down_says_so_once_and_records_it(
     steps = ["local={steps: 2, batch_size: 8}"]
     whole = run_recipe(tiny / "recipe.yaml", steps, tmp_path / "whole")
     assert (whole.result["machine"]["cohort"], whole.result["machine"]["stepped_down"]) == (5, [])
+    assert whole.result["machine"]["pass_tokens"] == int(CPU_PASS / assembled(tiny, *steps).problem.token_bytes)
     monkeypatch.setattr(LoraProblem, "loss_and_gradient", crowded(2, first_round=1))
     capsys.readouterr()
     small = run_recipe(tiny / "recipe.yaml", steps, tmp_path / "small")
@@ -152,7 +157,7 @@ def test_the_choice_is_kept_on_another_machine(
     shutil.rmtree(cut / "checkpoints" / "000004")
     monkeypatch.setattr(sizing, "total_memory", lambda device: 0)
     capsys.readouterr()
-    assert assemble(load_recipe(tiny / "recipe.yaml")).cohort == 1
+    assert assembled(tiny).cohort == 1
     again = run_recipe(tiny / "recipe.yaml", ["run.slices=2"], cut)
     assert again.result["machine"]["cohort"] == 5
     assert "run.slices=2 is for a new run; this one goes on with auto" in capsys.readouterr().out
@@ -164,7 +169,7 @@ def test_the_rule_is_memory_alone_and_not_what_is_free_of_it(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All five clients of a round, halved until the estimate is half of the memory that there is."""
-    job = assemble(load_recipe(tiny / "recipe.yaml"))
+    job = assembled(tiny)
     need = Need.of(job.algorithm, job.problem)
 
     def chosen(total: float) -> int:
@@ -187,7 +192,7 @@ def test_the_bound_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("slices", ["auto", "1", "2"])
 def test_passes_keep_within_their_bound(tiny: Path, slices: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What autograd keeps of each pass, counted as it goes; in packed rows, padded ones and slices of these."""
-    problem = assemble(load_recipe(tiny / "recipe.yaml", [f"run.slices={slices}"])).problem
+    problem = assembled(tiny, f"run.slices={slices}").problem
     clients = list(range(8))
     batches = [problem._batches.indices(client, 0, 0) for client in clients]
     most = 2.5 * max(problem._pass_sizes(batches))
@@ -217,7 +222,7 @@ def test_evaluation_counts_where_it_is_the_largest(tiny: Path) -> None:
     need = Need(fixed=100, token=10, client=1000, evaluation=5000)
     assert need.bytes(2, 40) == need.bytes(2, 490) == need.bytes(2, 0)
     assert need.bytes(2, 500) - need.bytes(2, 490) == round(sizing.WORKING * 100)
-    job = assemble(load_recipe(tiny / "recipe.yaml"))
+    job = assembled(tiny)
     assert Need.of(job.algorithm, job.problem).evaluation == pytest.approx(CPU_PASS / 2)  # of two layers
 
 
@@ -238,7 +243,7 @@ def test_a_cohort_too_large_for_memory_is_cut_into_waves(
 
 
 def test_what_autograd_keeps_grows_with_the_rows(tiny: Path) -> None:
-    problem = assemble(load_recipe(tiny / "recipe.yaml")).problem
+    problem = assembled(tiny).problem
     one, two, four = (problem._kept_bytes(rows) for rows in (1, 2, 4))
     assert two > one > 0
     assert four - two == pytest.approx(2 * (two - one), rel=0.02)
@@ -262,7 +267,7 @@ def test_evaluation_steps_down_and_says_so_once(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """40 samples of 3 to 11 words: batches of 240 tokens, of which 60 at most fit."""
-    job = assemble(load_recipe(tiny / "recipe.yaml"))
+    job = assembled(tiny)
     problem, x = job.problem, job.problem.initial()
     problem.pass_tokens = 240
     whole = problem.logits(x, job.validation)
