@@ -15,7 +15,7 @@ from fedllm.costs import row_vectors
 from fedllm.lora_problem import LoraProblem
 from fedllm.memory import available_memory, total_memory
 
-CPU_PASS = 128 * 2**20  # see pass_bytes
+CPU_PASS = 64 * 2**20  # see pass_bytes
 # A pass's peak over what autograd keeps of it, and what comes to it however small it is: together at or above most of
 # the peaks that benchmarks/cohort.py measured (cohort.png).
 WORKING = 1.6
