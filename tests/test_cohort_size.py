@@ -189,10 +189,11 @@ def test_the_bound_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pass_bytes(GPU) == 20 * 2**30
 
 
-@pytest.mark.parametrize("slices", ["auto", "1", "2"])
-def test_passes_keep_within_their_bound(tiny: Path, slices: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What autograd keeps of each pass, counted as it goes; in packed rows, padded ones and slices of these."""
+@pytest.mark.parametrize(("slices", "packed"), [("auto", True), ("auto", False), ("1", False), ("2", False)])
+def test_passes_keep_within_their_bound(tiny: Path, slices: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of each pass, counted as it goes; in packed rows, padded ones, and best and equal slices of these."""
     problem = assembled(tiny, f"run.slices={slices}").problem
+    problem.layout = problem.layout if packed else None
     clients = list(range(8))
     batches = [problem._batches.indices(client, 0, 0) for client in clients]
     most = 2.5 * max(problem._pass_sizes(batches))
@@ -211,8 +212,8 @@ def test_passes_keep_within_their_bound(tiny: Path, slices: str, monkeypatch: py
 
     monkeypatch.setattr(CohortModel, "_run", counted)
     problem.gradient(problem.initial().repeat(8, 1), clients, 0, 0)
-    assert len(seen) == len(passes) * (2 if slices == "2" else 1)
-    room = 1.2 if slices == "auto" else 1.0  # packed rows have a little padding
+    assert len(seen) == len(passes) * int(slices) if slices != "auto" else len(seen) >= len(passes)
+    room = 1.2 if packed else 1.0  # packed rows have a little more padding than is counted
     assert max(seen) <= room * problem.largest_pass(clients, 1)
     problem.pass_tokens = 1
     assert [some.stop - some.start for some in problem._passes(batches)] == [1] * 8
