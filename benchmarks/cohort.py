@@ -234,12 +234,18 @@ def draw(facts: dict[str, Any], path: Path) -> None:
         axes.xaxis.set_major_formatter("{x:.0f}")
     speed.set(title="training", xlabel="MiB that the largest pass keeps", ylabel="times as fast as cohorts of one")
     speed.set_ylim(top=speed.get_ylim()[1] + 0.5)
-    speed.legend(fontsize=7, frameon=False, loc="upper right")
+    speed.legend(fontsize=7, edgecolor="none", framealpha=1, loc="upper right")
     evaluation.set(title="evaluation", xlabel="bound, MiB", ylabel="times as fast as with 32 MiB")
     evaluation.legend(fontsize=7, frameon=False)
-    ends = [60, 3000]
+    ends = [20, 1000]
     memory.plot(ends, ends, color="0.6", linewidth=0.8)
-    memory.set(title="training", xscale="log", yscale="log", xlabel="estimated peak, MiB", ylabel="measured peak, MiB")
+    memory.set(
+        title="memory in training",
+        xscale="log",
+        yscale="log",
+        xlabel="estimated peak, MiB",
+        ylabel="measured peak, MiB",
+    )
     figure.savefig(path, dpi=150)
 
 
