@@ -64,8 +64,8 @@ def tune(path: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) ->
     for note in job.task.notes:
         say(note, "dim")
     work = Work.of(job)
-    trials, best = search(work, recipe.run.slices)
-    console.print(table(trials, best, work))
+    *searched, best = search(work, recipe.run.slices)
+    console.print(table(searched, best, work))
     chosen = {"cohort": best.cohort, "slices": best.slices}
     said = " ".join(f"run.{name}={value}" for name, value in chosen.items())
     machine = f"{job.machine.device.type}, {job.machine.precision}"
@@ -154,7 +154,7 @@ class Work:
         return None if share.forced else time.perf_counter() - began
 
 
-def search(work: Work, slices: Slices) -> tuple[list[Trial], Trial]:
+def search(work: Work, slices: Slices) -> tuple[list[Trial], list[Trial], Trial]:
     """The cohort sizes with the recipe's own slices, then the slices with the best size; and the best of these."""
     most, batch = len(work.steps), work.job.recipe.local.batch_size
     sizes = sorted({-(-most // waves) for waves in (1, 2, 4, most)})  # even waves, such as 1 3 5 10
@@ -162,7 +162,7 @@ def search(work: Work, slices: Slices) -> tuple[list[Trial], Trial]:
     size = fastest(first).cohort
     counts: list[Slices] = ["auto", *(count for count in (1, 2, 4) if count <= batch)]
     second = measured(work, [work.trial(size, count) for count in (slices, *(c for c in counts if c != slices))])
-    return [*(trial for trial in first if trial.cohort != size), *second], fastest(second)
+    return first, second, fastest(second)
 
 
 def measured(work: Work, trials: list[Trial]) -> list[Trial]:
@@ -192,16 +192,18 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     return next(trial for trial in fitting if top >= CLEAR * statistics.median(trial.seconds))
 
 
-def table(trials: Sequence[Trial], best: Trial, work: Work) -> Table:
-    """The trials, a line each. GiB: as estimated."""
+def table(searched: Sequence[list[Trial]], best: Trial, work: Work) -> Table:
+    """The trials, a line each, apart where they were not timed in turns with each other. GiB: as estimated."""
     found = Table(title=f"{work.client_steps} client-steps of {work.job.recipe.name}")
     for heading in ("cohort", "rows", "a second", "range", "GiB", ""):
         found.add_column(heading, justify="right")
-    for trial in trials:
-        times = [work.client_steps / seconds for seconds in trial.seconds]
-        speed = ("-", "-")
-        if trial.fits:
-            speed = (f"{statistics.median(times):.2f}", f"{min(times):.2f} to {max(times):.2f}")
-        note = "best" if trial is best else "" if trial.fits else "too large"
-        found.add_row(str(trial.cohort), trial.rows, *speed, f"{trial.need / 2**30:.2f}", note)
+    for trials in searched:
+        for trial in trials:
+            times = [work.client_steps / seconds for seconds in trial.seconds]
+            speed = ("-", "-")
+            if trial.fits:
+                speed = (f"{statistics.median(times):.2f}", f"{min(times):.2f} to {max(times):.2f}")
+            note = "best" if trial is best else "" if trial.fits else "too large"
+            found.add_row(str(trial.cohort), trial.rows, *speed, f"{trial.need / 2**30:.2f}", note)
+        found.add_section()
     return found

@@ -305,7 +305,7 @@ def test_tune_writes_the_fastest_into_the_recipe_and_changes_no_result(
     assert own.read_text() == before
     said = capsys.readouterr().out
     assert "best: run.cohort=3 run.slices=4" in said
-    assert [said.count(rows) for rows in (" packed ", " padded, 1 slice ", " padded, 4 slices ")] == [4, 1, 1]
+    assert [said.count(rows) for rows in (" packed ", " padded, 1 slice ", " padded, 4 slices ")] == [5, 1, 1]
     assert main(["tune", str(own)]) == 0
     assert own.read_text() == before + "run:        {cohort: 3, slices: 4}\n"
     tuned = run_recipe(own, run_dir=tmp_path / "tuned")
