@@ -1,12 +1,13 @@
-"""How fast cohorts of different sizes train, and what memory they take: what the rule of `run.cohort: auto` rests on.
+"""How fast passes of several clients are, and what memory they take: what `fedllm.sizing.pass_bytes` rests on.
 
 python benchmarks/cohort.py                  # writes cohort.json and cohort.png beside this file
 python benchmarks/cohort.py --cpu-time       # seconds of the processor instead of the clock, where other work shares it
 python benchmarks/cohort.py --draw           # the picture again, from cohort.json
 
-Each case is one local step of some clients of a recipe; the sizes alternate, their order reversed in every repeat, and
-speed is told as the ratio to one client at a time in the same repeat. Peak memory is the GPU's or the process's
-(Linux), beside the estimate of fedllm.sizing.
+Each case is one local step of some clients of a recipe: in cohorts of one, then all in one cohort whose passes may keep
+0 (one client a pass), 32, 64, 128, ... MiB, as far as that makes a difference. The settings alternate, their order
+reversed in every repeat; speed is told as the ratio to cohorts of one in the same repeat. So is evaluation, to the
+smallest of its bounds. Peak memory is the GPU's or the process's (Linux), beside the estimate of fedllm.sizing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,36 +32,37 @@ from fedllm.assemble import Shelf
 from fedllm.console import say
 from fedllm.records import versions
 from fedllm.rounds import Plan, blank, run_round
-from fedllm.sizing import CPU_KEPT, Need
+from fedllm.sizing import CPU_PASS, Need
+from fedllm.tokens import Tokens
 
 HERE = Path(__file__).parent
+MIB = 2**20
+BOUNDS = [0, 32, 64, 128, 256, 512]  # MiB
 GPT2 = ["model.name=openai-community/gpt2", "model.pretrained=false"]
+SST2, BBC = "recipes/sst2_fadamgc.yaml", "recipes/quickstart.yaml"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step of `clients` clients with batches of `batch`, in cohorts of 1, 2, 4, ... of them."""
+    """One step of `clients` clients with batches of `batch`; evaluated: validation samples of an evaluation, if any."""
 
     model: str
     recipe: str
     overrides: list[str]
     clients: int
     batch: int
-
-    @property
-    def sizes(self) -> list[int]:
-        """The cohort sizes."""
-        return [2**power for power in range(self.clients.bit_length())]
+    evaluated: int = 0
 
 
-SST2, BBC = "recipes/sst2_fadamgc.yaml", "recipes/quickstart.yaml"
 CASES = [
-    *(Case("MiniLM", SST2, [], clients, batch) for clients, batch in ((16, 2), (16, 4), (8, 16), (8, 32))),
-    *(Case("MiniLM", BBC, [f"data.max_length={length}"], 8, 4) for length in (64, 128)),
+    Case("MiniLM", SST2, [], 32, 2),
+    Case("MiniLM", SST2, [], 8, 16, evaluated=150),
     Case("GPT-2", SST2, GPT2, 8, 2),
-    Case("GPT-2", SST2, GPT2, 4, 8),
-    Case("GPT-2", BBC, [*GPT2, "data.max_length=64"], 4, 4),
+    Case("GPT-2", SST2, GPT2, 4, 8, evaluated=40),
+    Case("MiniLM", BBC, ["data.max_length=64"], 8, 4),
 ]
+
+Setting = tuple[int, int]  # cohort, MiB
 
 
 def main() -> int:
@@ -81,45 +84,82 @@ def main() -> int:
 
 
 def measure(case: Case, overrides: list[str], repeats: int, clock: Callable[[], float], shelf: Shelf) -> dict[str, Any]:
-    """Client-steps a second and peak bytes of each cohort size."""
+    """Speed and peak bytes of a case's settings, in training and in evaluation."""
     work = Work.of(case.recipe, [*case.overrides, *overrides], case.clients, 1, case.batch, shelf=shelf)
-    job, device = work.job, work.job.machine.device
-    seconds: dict[int, list[float]] = {size: [] for size in case.sizes}
-    peaks: dict[int, list[int]] = {size: [] for size in case.sizes}
-    train(work, 1)
-    for repeat in range(repeats):
-        for size in case.sizes[:: 1 if repeat % 2 else -1]:
-            before = start_watch(device)
-            began = clock()
-            train(work, size)
-            seconds[size].append(clock() - began)
-            peaks[size].append(peak(device) - before)
-    estimate = Need.of(job.algorithm, job.problem, job.info)
-    rows = []
-    for size, times in seconds.items():
-        ratios = [alone / together for alone, together in zip(seconds[1], times, strict=True)]
-        tokens = max(job.problem.pass_tokens(cohort, 1) for cohort in dealt(work.clients, size))
-        rows.append(
-            {
-                "cohort": size,
-                "client_steps_per_second": round(work.client_steps / statistics.median(times), 3),
-                "speed": [round(value, 3) for value in (statistics.median(ratios), min(ratios), max(ratios))],
-                "pass_tokens": tokens,
-                "peak_bytes": max(peaks[size]),
-                "estimated_bytes": estimate.bytes(size, tokens),
-            }
-        )
-        say(f"{case.model}, batch {case.batch}, cohort {size}: {rows[-1]}", "dim")
+    job = work.job
+    need = Need.of(job.algorithm, job.problem)
+    training = []
+    for row in timed(work, settings(work), train, repeats, clock):
+        bound(work, row["bound_mib"])
+        largest = max(job.problem.largest_pass(cohort, 1) for cohort in dealt(work.clients, row["cohort"]))
+        row |= {"pass_tokens": largest, "estimated_bytes": need.bytes(row["cohort"], largest)}
+        row["client_steps_per_second"] = round(work.client_steps / row.pop("seconds"), 3)
+        training.append(row)
+        say(f"{case.model}, batch {case.batch}: {row}", "dim")
+    evaluation = []
+    if case.evaluated:
+        evaluate = partial(evaluated, count=case.evaluated)
+        for row in timed(work, [(1, mib) for mib in BOUNDS[1:]], evaluate, repeats, clock):
+            row["batch_tokens"] = round(row["bound_mib"] * MIB / need.token)
+            evaluation.append(row)
+            say(f"{case.model}, evaluation: {row}", "dim")
     return {
         "model": case.model,
         "data": job.task.name,
         "batch": case.batch,
+        "clients": case.clients,
         "tokens": round(work.tokens / work.client_steps, 1),
-        "hidden": job.model.config.hidden_size,
-        "machine": [device.type, job.machine.precision, job.machine.threads],
-        "kept_bytes_a_token": round(estimate.token),
-        "rows": rows,
+        "machine": [job.machine.device.type, job.machine.precision, job.machine.threads],
+        "kept_bytes_a_token": round(need.token),
+        "training": training,
+        "evaluation": evaluation,
     }
+
+
+def settings(work: Work) -> list[Setting]:
+    """Cohorts of one; all in one cohort, with each bound that makes passes of its own."""
+    problem, found = work.job.problem, {}
+    batches = [problem._batches.indices(client, 0, 0) for client in work.clients]
+    for mib in BOUNDS:
+        bound(work, mib)
+        found.setdefault(tuple(some.stop for some in problem._passes(batches)), (len(work.clients), mib))
+    return [(1, 0), *found.values()]
+
+
+def bound(work: Work, mib: int) -> None:
+    """From now on passes that keep at most that."""
+    work.job.problem.pass_tokens = mib * MIB / work.job.problem.token_bytes
+
+
+def timed(
+    work: Work, settings: list[Setting], do: Callable[[Work, int], None], repeats: int, clock: Callable[[], float]
+) -> list[dict[str, Any]]:
+    """Seconds (median), speed against the first setting (median, least, most) and peak bytes of each setting."""
+    device = work.job.machine.device
+    seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    peaks: dict[Setting, list[int]] = {setting: [] for setting in settings}
+    for repeat in range(-1, repeats):
+        for cohort, mib in settings[:: 1 if repeat % 2 else -1] if repeat >= 0 else settings[:1]:
+            bound(work, mib)
+            before = start_watch(device)
+            began = clock()
+            do(work, cohort)
+            if repeat >= 0:
+                seconds[cohort, mib].append(clock() - began)
+                peaks[cohort, mib].append(peak(device) - before)
+    rows = []
+    for (cohort, mib), times in seconds.items():
+        ratios = [first / this for first, this in zip(seconds[settings[0]], times, strict=True)]
+        rows.append(
+            {
+                "cohort": cohort,
+                "bound_mib": mib,
+                "seconds": round(statistics.median(times), 4),
+                "speed": [round(value, 3) for value in (statistics.median(ratios), min(ratios), max(ratios))],
+                "peak_bytes": max(peaks[cohort, mib]),
+            }
+        )
+    return rows
 
 
 def dealt(clients: list[int], size: int) -> list[list[int]]:
@@ -134,6 +174,14 @@ def train(work: Work, size: int) -> None:
     run_round(job.algorithm, job.problem, federation, job.info, work.clients, work.clients, Plan(size))
     if job.machine.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def evaluated(work: Work, size: int, count: int) -> None:
+    """The logits of the first `count` validation samples."""
+    job = work.job
+    tokens, end = job.validation, int(job.validation.offsets[count])
+    first = Tokens(tokens.input_ids[:end], None, tokens.offsets[: count + 1], tokens.labels[:count])
+    job.problem.logits(job.problem.initial(), first)
 
 
 def start_watch(device: torch.device) -> int:
@@ -158,29 +206,46 @@ def resident(name: str) -> int:
 
 
 def draw(facts: dict[str, Any], path: Path) -> None:
-    """Speed against what a pass keeps, with the rule's bound; measured against estimated memory."""
-    figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    """Speed of training against what its largest pass keeps and of evaluation against its bound, with the bound that is
+    used; measured against estimated memory."""
+    figure, (speed, evaluation, memory) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     colors = {"MiniLM": plt.get_cmap("Blues"), "GPT-2": plt.get_cmap("Oranges")}
     drawn = dict.fromkeys(colors, 0)
     for case in facts["cases"]:
-        model, rows = case["model"], case["rows"]
-        color = colors[model](0.4 + 0.11 * drawn[model])
+        model, rows = case["model"], case["training"]
+        color = colors[model](0.4 + 0.15 * drawn[model])
         drawn[model] += 1
-        label = f"{model}, batch {case['batch']}, {case['tokens']:.0f} tokens"
-        kept = [row["pass_tokens"] * case["kept_bytes_a_token"] / 2**20 for row in rows]
-        speed.plot(kept, [row["speed"][0] for row in rows], "o-", color=color, label=label, markersize=4)
-        if rows[0]["peak_bytes"]:
-            peaks = [row["peak_bytes"] / 2**20 for row in rows]
-            estimated = [row["estimated_bytes"] / 2**20 for row in rows]
-            memory.plot(estimated, peaks, "o", color=color, markersize=4)
-    speed.axhline(1, color="0.6", linewidth=0.8)
-    speed.axvline(CPU_KEPT / 2**20, color="0.3", linewidth=0.8, linestyle="--")
-    speed.set(xscale="log", xlabel="MiB that the largest pass keeps", ylabel="times as fast as one client at a time")
-    speed.legend(fontsize=7, frameon=False, loc="upper right")
-    speed.set_ylim(top=1.75)
-    ends = [50, 2000]
+        label = f"{model}, {case['clients']} clients of {case['tokens']:.0f} tokens"
+        kept = [row["pass_tokens"] * case["kept_bytes_a_token"] / MIB for row in rows]
+        speeds, low, high = zip(*(row["speed"] for row in rows), strict=True)
+        speed.plot(kept, speeds, "o-", color=color, label=label, markersize=4)
+        speed.vlines(kept, low, high, color=color, linewidth=0.8)
+        peaks = [row["peak_bytes"] / MIB for row in rows]
+        memory.plot([row["estimated_bytes"] / MIB for row in rows], peaks, "o", color=color, markersize=4)
+        if case["evaluation"]:
+            bounds = [row["bound_mib"] for row in case["evaluation"]]
+            speeds, low, high = zip(*(row["speed"] for row in case["evaluation"]), strict=True)
+            evaluation.plot(bounds, speeds, "o-", color=color, label=model, markersize=4)
+            evaluation.vlines(bounds, low, high, color=color, linewidth=0.8)
+    for axes in (speed, evaluation):
+        axes.axhline(1, color="0.6", linewidth=0.8)
+        axes.axvline(CPU_PASS / MIB, color="0.3", linewidth=0.8, linestyle="--")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+    speed.set(title="training", xlabel="MiB that the largest pass keeps", ylabel="times as fast as cohorts of one")
+    speed.set_ylim(top=speed.get_ylim()[1] + 0.5)
+    speed.legend(fontsize=7, edgecolor="none", framealpha=1, loc="upper right")
+    evaluation.set(title="evaluation", xlabel="bound, MiB", ylabel="times as fast as with 32 MiB")
+    evaluation.legend(fontsize=7, frameon=False)
+    ends = [20, 1000]
     memory.plot(ends, ends, color="0.6", linewidth=0.8)
-    memory.set(xscale="log", yscale="log", xlabel="estimated peak, MiB", ylabel="measured peak, MiB")
+    memory.set(
+        title="memory in training",
+        xscale="log",
+        yscale="log",
+        xlabel="estimated peak, MiB",
+        ylabel="measured peak, MiB",
+    )
     figure.savefig(path, dpi=150)
 
 

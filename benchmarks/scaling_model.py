@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from fedllm.algorithms import Algorithm, load_algorithm
-from fedllm.algorithms.base import RoundInfo, Rows, State, Vectors
+from fedllm.algorithms.base import RoundInfo, Vectors
 from fedllm.blocks import BlockPartition
-from fedllm.costs import stored_values
+from fedllm.costs import row_vectors, stored_values
 
 
 @dataclass(frozen=True)
@@ -70,26 +68,6 @@ class Base:
         value 2 and 4, attention over `length` tokens 4 and 8 a channel of a layer."""
         attention = 12 * self.layers * self.hidden * length
         return 4 * self.matrices + 6 * self.layers * self.adapter(rank) + attention
-
-
-def row_vectors(alg: Algorithm) -> dict[str, int]:
-    """How many float32 matrices [C, d] a cohort holds: while it steps, and while its uploads are reduced.
-
-    step: the local state, what the clients brought, the gradient, and two temporaries of the step. reduce: the local
-    state, uploads and kept rows that are not the local ones, and for one upload at a time the accepted rows, their
-    float64 and its weighted copy.
-    """
-    info = RoundInfo(0, 1, 1, 1, 1, 1, BlockPartition.elementwise(1))
-    x, one = torch.zeros(1, 1), torch.ones(1, 1)
-    server, kept = alg.init_server(x[0], info), alg.init_clients(x, info)
-    local = alg.begin(x, server, kept, info)
-    alg.step(local, x.clone(), 1, one, info)
-    upload, state = alg.end(local, x, server, kept, Rows(one, one, one.bool()), info)
-    return {"step": _count(local) + _count(kept) + 3, "reduce": _count(local | upload | state) + 5}
-
-
-def _count(state: State) -> int:
-    return len({value.data_ptr() for value in state.values()})
 
 
 def _long(vectors: Vectors) -> int:

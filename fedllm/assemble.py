@@ -33,7 +33,7 @@ from fedllm.processes import size
 from fedllm.quantised import frozen_size
 from fedllm.recipe import Recipe
 from fedllm.rounds import round_info
-from fedllm.sizing import choose_cohort
+from fedllm.sizing import choose_cohort, pass_bytes
 from fedllm.tokens import Tokens, tokenize
 
 T = TypeVar("T")
@@ -178,6 +178,7 @@ def assemble(recipe: Recipe, shelf: Shelf | None = None, processes: int = 1) -> 
         seed=recipe.run.seed,
         autocast=machine.autocast,
         slices=None if recipe.run.slices == "auto" else recipe.run.slices,
+        pass_bytes=pass_bytes(machine.device),
         blocks=_blocks(model, algorithm, recipe, machine),
         pad_id=int(backbone.tokenizer.pad_token_id or 0),
     )
@@ -262,8 +263,10 @@ def plan_table(job: Job) -> Table:
 
 def _rows(job: Job) -> str:
     if job.problem.layout is not None:
-        return "several samples a row"
-    return "a sample a row" if job.recipe.run.slices != "auto" else "a sample a row, as this model needs it"
+        rows = "several samples a row"
+    else:
+        rows = "a sample a row" if job.recipe.run.slices != "auto" else "a sample a row, as this model needs it"
+    return f"{rows}, passes of {int(job.problem.pass_tokens):,} tokens unless a client alone has more"
 
 
 def _vectors(job: Job) -> str:

@@ -86,12 +86,14 @@ def micro_batches(
     return found
 
 
-def aligned(batches: Sequence[np.ndarray]) -> np.ndarray:
-    """The batches of C clients as one array [C, m], -1 behind the samples of those with fewer."""
-    samples = np.full((len(batches), max(map(len, batches))), -1)
+def whole(batches: Sequence[np.ndarray], lengths: np.ndarray) -> MicroBatch:
+    """The batches of C clients as one slice, each in its own order, with the padding rows behind it."""
+    width = max(map(len, batches))
+    samples = np.full((len(batches), width), -1)
     for row, batch in enumerate(batches):
         samples[row, : len(batch)] = batch
-    return samples
+    slots = torch.arange(width).expand(samples.shape)
+    return MicroBatch(torch.from_numpy(samples), slots, length=int(np.where(samples >= 0, lengths[samples], 1).max()))
 
 
 def _best_cuts(longest: np.ndarray, overhead: float) -> list[int]:

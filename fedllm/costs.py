@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fedllm.algorithms.base import Algorithm, RoundInfo, Vectors
+from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, Vectors
+from fedllm.blocks import BlockPartition
 
 
 @dataclass(frozen=True)
@@ -89,3 +90,23 @@ def client_memory(alg: Algorithm, info: RoundInfo, dim: int, frozen: int) -> dic
 def stored_values(alg: Algorithm, info: RoundInfo, dim: int) -> int:
     """Numbers a client keeps between rounds."""
     return _values(alg.client_vectors(), info, dim)
+
+
+def row_vectors(alg: Algorithm) -> dict[str, int]:
+    """How many float32 matrices [C, d] a cohort holds: while it steps, and while its uploads are reduced.
+
+    step: the local state, what the clients brought, the gradient, and two temporaries of the step. reduce: the local
+    state, uploads and kept rows that are not the local ones, and for one upload at a time the accepted rows, their
+    float64 and its weighted copy.
+    """
+    info = RoundInfo(0, 1, 1, 1, 1, 1, BlockPartition.elementwise(1))
+    x, one = torch.zeros(1, 1), torch.ones(1, 1)
+    server, kept = alg.init_server(x[0], info), alg.init_clients(x, info)
+    local = alg.begin(x, server, kept, info)
+    alg.step(local, x.clone(), 1, one, info)
+    upload, state = alg.end(local, x, server, kept, Rows(one, one, one.bool()), info)
+    return {"step": _count(local) + _count(kept) + 3, "reduce": _count(local | upload | state) + 5}
+
+
+def _count(state: State) -> int:
+    return len({value.data_ptr() for value in state.values()})

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from fedllm.batches import ClientBatches, MicroBatch, aligned, micro_batches
+from fedllm.batches import ClientBatches, MicroBatch, micro_batches, whole
 from fedllm.blocks import BlockPartition
 from fedllm.cohort import CohortModel
+from fedllm.console import warn
 from fedllm.dropout import row_keys
 from fedllm.masks import is_causal
+from fedllm.memory import Waves
 from fedllm.packing import Layout, Packed, find_layout, pack
 from fedllm.problem import Problem
 from fedllm.profile import section
@@ -24,20 +28,19 @@ from fedllm.tokens import Tokens, send
 
 # Padded tokens that one more slice costs as much as, by device: what a pass pays however small it is.
 SLICE_OVERHEAD = {"cpu": 64.0, "cuda": 4096.0}
-# Tokens of a pass over packed rows, unless a client's batch alone has more. On a CPU larger ones only take more memory.
-PASS_TOKENS = {"cpu": 2048, "cuda": 131072}
-# Tokens of an evaluation batch. On a CPU more than this leave its caches (benchmarks/RESULTS.md, Profile).
-EVAL_TOKENS = {"cpu": 1024, "cuda": 131072}
 
 
 class LoraProblem(Problem):
-    """gradient(X [C, d]) of C clients in one forward and backward of the base a slice.
+    """gradient(X [C, d]) of C clients, as many of them in one forward and backward of the base as `pass_bytes` allows.
 
     model: a PEFT model whose trainable parameters, in their order, are the flat vector; the model is taken over (see
     CohortModel). tokens: the training samples. batches: who takes which. regression: squared error instead of
     cross-entropy. autocast: dtype of the matrix products, None for the model's own. slices: padded, length-sorted
-    slices a batch; None: rows packed with several samples, or where the model does not take them, the best cut. The
+    slices a batch; None: rows packed with several samples, or where the model does not take them, the best cut.
+    pass_bytes: what a pass may keep for its backward, or an evaluation batch would; a client alone may keep more. The
     loss of a client is the mean over its own samples; padding has no weight.
+
+    fixed_bytes, token_bytes: what a pass keeps however small it is, and of each token. pass_tokens: of a pass at most.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class LoraProblem(Problem):
         seed: int = 0,
         autocast: torch.dtype | None = None,
         slices: int | None = None,
+        pass_bytes: float = math.inf,
         blocks: BlockPartition | None = None,
         pad_id: int = 0,
     ) -> None:
@@ -64,11 +68,16 @@ class LoraProblem(Problem):
         self._shortest = int(self._lengths.argmin())
         self._regression, self._seed, self.slices, self._pad_id = regression, seed, slices, pad_id
         self._autocast, self._causal = autocast, is_causal(model)
+        self.layers = int(getattr(model.config, "num_hidden_layers", 1))
         self._overhead = SLICE_OVERHEAD[self.device.type]
         self._exact = all(value.dtype == torch.float32 for value in model.parameters())
         self._layout = self._find_layout(model)
         self.layout = self._layout if slices is None else None
         lower(model, autocast)
+        one, two = (self._kept_bytes(rows) for rows in (1, 2))
+        self.fixed_bytes, self.token_bytes = 2 * one - two, (two - one) / int(self._lengths.max())
+        self.pass_tokens = pass_bytes / self.token_bytes
+        self._eval_cuts = 1
 
     def initial(self) -> Tensor:
         return self._x0.clone()
@@ -85,47 +94,77 @@ class LoraProblem(Problem):
     def loss_and_gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> tuple[Tensor, Tensor]:
         with section("data"):
             batches = [self._batches.indices(client, round, step) for client in clients]
-        if self.layout is not None:
-            return self._packed(X, batches, clients, round, step)
-        with section("data"):
-            micros = micro_batches(batches, self._lengths, overhead=self._overhead, slices=self.slices)
-        X = X.detach().requires_grad_()
-        losses = torch.zeros(len(clients), device=X.device)
-        for micro in micros:
-            with section("data"):
-                keys = row_keys(self._seed, round, step, clients, micro.slots)
-            losses += self._backward(X, micro, [len(batch) for batch in batches], keys)
-        return losses, _grad(X)
-
-    def _packed(
-        self, X: Tensor, batches: list[np.ndarray], clients: Sequence[int], round: int, step: int
-    ) -> tuple[Tensor, Tensor]:
-        """loss_and_gradient over packed rows, some clients at a time."""
-        assert self.layout is not None
         losses, gradients = torch.zeros(len(clients), device=X.device), torch.empty_like(X)
-        for part in self._passes(batches):
-            with section("data"):
-                samples = aligned(batches[part])
-                rows = pack(self._tokens, samples, self.layout, equal=self._equal_rows, pad_id=self._pad_id)
-                rows = rows.to(X.device)
-                slots = torch.arange(samples.shape[1]).expand(samples.shape)
-                keys = send(row_keys(self._seed, round, step, clients[part], slots), X.device)
-            leaves = X[part].detach().requires_grad_()
-            with section("forward"), self._precision():
-                logits = self._model.packed(leaves, rows, keys)
-            losses[part] = self._descend(logits, torch.from_numpy(samples))
-            gradients[part] = _grad(leaves)
+        for some in self._passes(batches):
+            keys = partial(row_keys, self._seed, round, step, clients[some])
+            counts = [len(batch) for batch in batches[some]]
+            losses[some], gradients[some] = self._pass(X[some], batches[some], counts, keys)
         return losses, gradients
 
+    def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
+        """Gradients [C, d] of the clients' mean losses over all their samples, without dropout."""
+        falling = sorted(range(len(clients)), key=lambda row: -len(self._batches.parts[clients[row]]))
+        parts = [self._batches.parts[clients[row]] for row in falling]
+        gradients = torch.zeros(len(clients), self.dim, device=x.device)
+        for begin in range(0, len(parts[0]), size := self._batches.batch_size):
+            batches = [part[begin : begin + size] for part in parts if begin < len(part)]
+            for some in self._passes(batches):
+                X, counts = x.repeat(len(batches[some]), 1), [len(part) for part in parts[some]]
+                gradients[some] += self._pass(X, batches[some], counts, None)[1]
+        return gradients[np.argsort(falling)]
+
     def _passes(self, batches: list[np.ndarray]) -> Iterator[slice]:
-        """Runs of clients with together at most PASS_TOKENS tokens, each at least one client."""
+        """Runs of clients with together at most pass_tokens tokens, each at least one client."""
         begin = tokens = 0
-        for client, batch in enumerate(batches):
-            tokens += (size := int(self._lengths[batch].sum()))
-            if begin < client and tokens > PASS_TOKENS[self.device.type]:
+        for client, size in enumerate(self._pass_sizes(batches)):
+            if begin < client and tokens + size > self.pass_tokens:
                 yield slice(begin, client)
-                begin, tokens = client, size
+                begin, tokens = client, 0
+            tokens += size
         yield slice(begin, len(batches))
+
+    def _pass_sizes(self, batches: list[np.ndarray]) -> list[int]:
+        """Tokens that each client takes of a pass, most of its padding included: whole rows as long as the longest."""
+        longest = max(int(self._lengths[batch].max()) for batch in batches)
+        if self.layout is None:
+            return [longest * -(-max(map(len, batches)) // (self.slices or 1))] * len(batches)
+        tokens = [longest * -(-int(self._lengths[batch].sum()) // longest) for batch in batches]
+        return [max(tokens)] * len(batches) if self._equal_rows else tokens
+
+    def _pass(
+        self, X: Tensor, batches: list[np.ndarray], counts: list[int], keys: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Losses [C] and gradients [C, d] of some clients: one pass over packed rows, or one a slice of padded ones.
+
+        counts [C]: samples that a client's mean is over. keys: dropout keys of slots [C, m], None for no dropout.
+        """
+        with section("data"):
+            if self.layout is not None:
+                micros = [whole(batches, self._lengths)]
+            else:
+                micros = micro_batches(batches, self._lengths, overhead=self._overhead, slices=self.slices)
+        X = X.detach().requires_grad_()
+        losses = torch.zeros(len(counts), device=X.device)
+        for micro in micros:
+            logits = self._forward(X, micro, keys)
+            losses += self._descend(logits, micro.samples, counts)
+        assert X.grad is not None
+        return losses, X.grad
+
+    def _forward(self, X: Tensor, micro: MicroBatch, keys: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """Logits of a slice's samples [C * m]."""
+        with section("data"):
+            drops = None if keys is None else send(keys(micro.slots), X.device)
+            if self.layout is not None:
+                samples = micro.samples.numpy()
+                rows = pack(self._tokens, samples, self.layout, equal=self._equal_rows, pad_id=self._pad_id)
+                rows = rows.to(X.device)
+            else:
+                real = micro.samples >= 0
+                index = torch.where(real, micro.samples, self._shortest).reshape(-1)
+                inputs = self._inputs(self._tokens, index, real.reshape(-1), micro.length)
+        with section("forward"), self._precision():
+            return self._model.packed(X, rows, drops) if self.layout is not None else self._model(X, inputs, drops)
 
     @property
     def _equal_rows(self) -> bool:
@@ -144,63 +183,64 @@ class LoraProblem(Problem):
 
         return find_layout(model, self._tokens, padded, packed, tolerance=0.01 if self._exact else 0.3)
 
-    def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
-        """Gradients [C, d] of the clients' mean losses over all their samples, without dropout."""
-        X = x.expand(len(clients), -1).clone().requires_grad_()
-        parts = [self._batches.parts[client] for client in clients]
-        width = -(-max(map(len, parts)) // self._batches.batch_size)
-        for micro in micro_batches(parts, self._lengths, overhead=0.0, slices=width):
-            self._backward(X, micro, [len(part) for part in parts], None)
-        return _grad(X)
-
     @torch.no_grad()
     def logits(self, x: Tensor, tokens: Tokens, part: int = 0, parts: int = 1) -> Tensor:
         """Logits [n, labels] (float32, CPU) of all samples at x [d], in large length-sorted batches.
 
         Of these batches only every `parts`-th from number `part` on is computed; the rows of the others are zeros.
+        Where memory gives out, this batch and all after it are cut smaller. Raises RunError where a sample alone does
+        not fit.
         """
+
+        def work(index: list[int]) -> Tensor:
+            with self._precision():
+                return self._model(x[None], self._inputs(tokens, torch.tensor(index))).cpu()
+
+        def too_large(sample: int) -> str:
+            return (
+                f"evaluation: a sample of {int(tokens.lengths[sample])} tokens alone does not fit into memory; lower "
+                f"data.max_length, or run fewer processes on this machine"
+            )
+
         batches = self._eval_batches(tokens)
         found: Tensor | None = None
-        for index in batches[part::parts] or batches[:1]:
-            with self._precision():
-                logits = self._model(x[None], self._inputs(tokens, index)).cpu()
-            found = logits.new_zeros(len(tokens.lengths), logits.shape[1]) if found is None else found
-            found[index] = logits
+        for batch in batches[part::parts] or batches[:1]:
+            waves = Waves(batch, -(-len(batch) // self._eval_cuts), too_large)
+            for index, logits in waves.each(work):
+                found = logits.new_zeros(len(tokens), logits.shape[1]) if found is None else found
+                found[index] = logits
+            if waves.forced:
+                self._eval_cuts = -(-len(batch) // waves.forced)
+                warn(
+                    f"evaluation: {len(batch)} samples at once do not fit into memory; batches are cut into "
+                    f"{self._eval_cuts} from here on (the same result up to rounding)"
+                )
         assert found is not None, "evaluation needs at least one sample"
         return found if part < len(batches) else torch.zeros_like(found)
 
-    def _eval_batches(self, tokens: Tokens) -> list[Tensor]:
-        order = np.argsort(tokens.lengths.numpy(), kind="stable")[::-1].copy()
-        batches, begin = [], 0
-        while begin < len(order):
-            rows = max(1, EVAL_TOKENS[self.device.type] // int(tokens.lengths[order[begin]]))
-            batches.append(torch.from_numpy(order[begin : begin + rows]))
-            begin += rows
+    def _eval_batches(self, tokens: Tokens) -> list[list[int]]:
+        order = np.argsort(tokens.lengths.numpy(), kind="stable")[::-1].tolist()
+        batches = []
+        while order:
+            rows = max(1, int(min(len(order), self.pass_tokens / int(tokens.lengths[order[0]]))))
+            batches.append(order[:rows])
+            order = order[rows:]
         return batches
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sample."""
-        return int(self._lengths.max())
 
     def cut(self, slices: int | None) -> None:
         """From now on `slices` as they were given to __init__."""
         self.slices, self.layout = slices, None if slices else self._layout
 
-    def pass_tokens(self, clients: Sequence[int], steps: int) -> int:
-        """Padded tokens of the largest pass that these clients make together in the first `steps` steps of round 0."""
+    def largest_pass(self, clients: Sequence[int], steps: int) -> int:
+        """Tokens of the largest pass that these clients make together in the first `steps` steps of round 0."""
         largest = 0
         for step in range(steps):
             batches = [self._batches.indices(client, 0, step) for client in clients]
-            if self.layout is not None:
-                found = [sum(int(self._lengths[b].sum()) for b in batches[part]) for part in self._passes(batches)]
-            else:
-                parts = micro_batches(batches, self._lengths, overhead=self._overhead, slices=self.slices)
-                found = [micro.samples.numel() * micro.length for micro in parts]
-            largest = max(largest, *found)
+            sizes = self._pass_sizes(batches)
+            largest = max(largest, *(sum(sizes[some]) for some in self._passes(batches)))
         return largest
 
-    def kept_bytes(self, rows: int) -> int:
+    def _kept_bytes(self, rows: int) -> int:
         """Bytes that autograd keeps between forward and backward pass of the longest sample, taken `rows` times."""
         kept: dict[int, int] = {}
 
@@ -221,25 +261,14 @@ class LoraProblem(Problem):
         """Gives the model back, with its own forward."""
         self._model.release()
 
-    def _backward(self, X: Tensor, micro: MicroBatch, counts: list[int], keys: Tensor | None) -> Tensor:
-        """Adds a slice's part of the gradient to X.grad; returns its part of the losses [C]."""
-        with section("data"):
-            real = micro.samples >= 0
-            index = torch.where(real, micro.samples, self._shortest).reshape(-1)
-            inputs = self._inputs(self._tokens, index, real.reshape(-1), micro.length)
-        with section("forward"), self._precision():
-            logits = self._model(X, inputs, None if keys is None else send(keys, X.device))
-        return self._descend(logits, micro.samples, counts)
+    def _descend(self, logits: Tensor, samples: Tensor, counts: list[int]) -> Tensor:
+        """Backward of the samples' part of the clients' mean losses; returns that part [C].
 
-    def _descend(self, logits: Tensor, samples: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """Backward of the clients' mean losses; returns the losses [C].
-
-        samples [C, m], -1 for none. counts [C]: samples that a client's mean is over, None for those given.
+        samples [C, m], -1 for none. counts [C]: samples that a client's mean is over.
         """
         with section("data"):
             real = samples >= 0
-            sizes = real.sum(dim=1) if counts is None else torch.tensor(counts)
-            weight = send((real / sizes[:, None]).to(logits.dtype), logits.device)
+            weight = send((real / torch.tensor(counts)[:, None]).to(logits.dtype), logits.device)
             labels = send(self._tokens.labels[samples.clamp(min=0).reshape(-1)], logits.device)
         with section("forward"):
             if self._regression:
@@ -268,8 +297,3 @@ class LoraProblem(Problem):
 
     def _precision(self) -> AbstractContextManager[object]:
         return nullcontext() if self._autocast is None else torch.autocast(self.device.type, dtype=self._autocast)
-
-
-def _grad(X: Tensor) -> Tensor:
-    assert X.grad is not None
-    return X.grad

@@ -1,4 +1,4 @@
-"""Staying within memory: what is left of it, and clients in cohorts that grow smaller where it gives out."""
+"""Staying within memory: what is left of it, and work in waves that grow smaller where it gives out."""
 
 from __future__ import annotations
 
@@ -25,19 +25,27 @@ def available_memory(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes that the GPU, or the machine, has."""
+    """Bytes that the GPU has, or the machine or the container that this process runs in."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total)
+    return min(int(psutil.virtual_memory().total), _container_limit())
+
+
+def _container_limit() -> int:
+    """The control group's limit (version 2)."""
+    try:
+        return int((_CGROUP / "memory.max").read_text())
+    except (OSError, ValueError):  # no such group, or "max"
+        return 2**62
 
 
 def _left_in_container() -> int:
-    """What the control group's limit leaves (version 2), file cache that can be dropped not counted as used."""
+    """What the limit leaves, file cache that can be dropped not counted as used."""
     try:
-        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        used = int((_CGROUP / "memory.current").read_text())
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        return limit - used + int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):  # no such group, or "max"
+        return _container_limit() - used + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
         return 2**62
 
 
@@ -46,22 +54,33 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or should_reduce_batch_size(error)
 
 
-class Waves:
-    """Clients worked on in cohorts of at most `size` (None = all in one), one after the other.
+def client_too_large(client: int) -> str:
+    """What to do about a client that does not fit into memory alone."""
+    return (
+        f"client {client}: its step alone does not fit into memory; cut its batches with run.slices=4 (the same result "
+        f"up to rounding), or lower local.batch_size or data.max_length"
+    )
 
-    Where memory gives out, the same clients are worked on again in cohorts of half the size, and so are all after them.
-    forced: the size that came of it, or None.
+
+class Waves:
+    """Clients, or samples, worked on in cohorts of at most `size` (None = all in one), one after the other.
+
+    Where memory gives out, the same ones are worked on again in cohorts of half the size, and so are all after them.
+    too_large: what to say of one that does not fit alone. forced: the size that came of it, or None.
     """
 
-    def __init__(self, clients: Sequence[int], size: int | None) -> None:
+    def __init__(
+        self, clients: Sequence[int], size: int | None, too_large: Callable[[int], str] = client_too_large
+    ) -> None:
         self._waiting = list(clients)
         self._size = size or max(1, len(clients))
+        self._too_large = too_large
         self.forced: int | None = None
 
     def each(self, work: Callable[[list[int]], T]) -> Iterator[tuple[list[int], T]]:
         """(cohort, what `work` gave). `work` must leave nothing behind where it fails.
 
-        Raises RunError where a client does not fit alone.
+        Raises RunError where one does not fit alone.
         """
         while self._waiting:
             cohort = self._waiting[: self._size]
@@ -80,9 +99,6 @@ class Waves:
 
     def _halve(self, cohort: list[int], error: Exception) -> None:
         if len(cohort) == 1:
-            raise RunError(
-                f"client {cohort[0]}: its step alone does not fit into memory ({str(error).splitlines()[0]}). Cut its "
-                f"batches with run.slices=4 (the same result up to rounding), or lower local.batch_size or "
-                f"data.max_length"
-            ) from error
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            raise RunError(f"{self._too_large(cohort[0])} ({said})") from error
         self._size = self.forced = len(cohort) // 2

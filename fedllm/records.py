@@ -136,6 +136,7 @@ def run_result(
             "cohort": facts["cohort"],
             "stepped_down": facts["stepped_down"],
             "packed": job.problem.layout is not None,
+            "pass_tokens": int(job.problem.pass_tokens),
             "processes": job.machine.processes,
             "shares": facts["shares"],
         },

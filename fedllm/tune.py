@@ -32,14 +32,24 @@ Slices = int | str
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting. seconds: of each repeat, in which the settings alternate; none where it was not tried. need: bytes
-    by the estimate."""
+    """One setting. packed: whether rows hold several samples with it. seconds: of each repeat, in which the settings
+    alternate; none where it was not tried. need: bytes by the estimate."""
 
     cohort: int
     slices: Slices
+    packed: bool
     need: int
     seconds: list[float] = field(default_factory=list)
     fits: bool = True
+
+    @property
+    def rows(self) -> str:
+        """How the samples are laid out, in words."""
+        if self.packed:
+            return "packed"
+        if isinstance(self.slices, str):
+            return "padded, best cut"
+        return f"padded, {self.slices} slice{'s' * (self.slices > 1)}"
 
 
 def tune(path: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> None:
@@ -54,8 +64,8 @@ def tune(path: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) ->
     for note in job.task.notes:
         say(note, "dim")
     work = Work.of(job)
-    trials, best = search(work, recipe.run.slices)
-    console.print(table(trials, best, work))
+    *searched, best = search(work, recipe.run.slices)
+    console.print(table(searched, best, work))
     chosen = {"cohort": best.cohort, "slices": best.slices}
     said = " ".join(f"run.{name}={value}" for name, value in chosen.items())
     machine = f"{job.machine.device.type}, {job.machine.precision}"
@@ -112,7 +122,7 @@ class Work:
         share = deal(steps, 1 if shares == "auto" else shares)[0]
         limited = {client: min(steps[client], STEPS) for client in share}
         falling = dict(sorted(limited.items(), key=lambda pair: -pair[1]))
-        need = Need.of(job.algorithm, job.problem, info)
+        need = Need.of(job.algorithm, job.problem)
         return cls(job, blank(job.algorithm, job.problem, info), falling, need)
 
     @property
@@ -125,7 +135,7 @@ class Work:
         problem, device = self.job.problem, self.job.machine.device
         problem.cut(None if isinstance(slices, str) else slices)
         need = self.need.of_cohort(problem, cohort)
-        return Trial(cohort, slices, need, fits=need <= usable_memory(device))
+        return Trial(cohort, slices, problem.layout is not None, need, fits=need <= usable_memory(device))
 
     def seconds(self, trial: Trial) -> float | None:
         """Seconds of the work, or None where it does not fit into memory."""
@@ -144,16 +154,15 @@ class Work:
         return None if share.forced else time.perf_counter() - began
 
 
-def search(work: Work, slices: Slices) -> tuple[list[Trial], Trial]:
+def search(work: Work, slices: Slices) -> tuple[list[Trial], list[Trial], Trial]:
     """The cohort sizes with the recipe's own slices, then the slices with the best size; and the best of these."""
     most, batch = len(work.steps), work.job.recipe.local.batch_size
-    # Sizes that cut the clients into even waves, such as 1 2 3 4 5 10.
-    sizes = sorted({-(-most // waves) for waves in (1, 2, 3, 4, 6, 8, most)})
+    sizes = sorted({-(-most // waves) for waves in (1, 2, 4, most)})  # even waves, such as 1 3 5 10
     first = measured(work, [work.trial(size, slices) for size in sizes])
     size = fastest(first).cohort
-    counts: list[Slices] = ["auto", *(count for count in (1, 2, 4, 8) if count <= batch)]
+    counts: list[Slices] = ["auto", *(count for count in (1, 2, 4) if count <= batch)]
     second = measured(work, [work.trial(size, count) for count in (slices, *(c for c in counts if c != slices))])
-    return [*(trial for trial in first if trial.cohort != size), *second], fastest(second)
+    return first, second, fastest(second)
 
 
 def measured(work: Work, trials: list[Trial]) -> list[Trial]:
@@ -170,7 +179,7 @@ def measured(work: Work, trials: list[Trial]) -> list[Trial]:
                     trials[place] = replace(trial, fits=False)
                 elif repeat:
                     trial.seconds.append(seconds)
-                progress(f"measuring: cohort {trial.cohort}, slices {trial.slices}", done, total)
+                progress(f"measuring: cohort {trial.cohort}, {trial.rows}", done, total)
     return trials
 
 
@@ -183,16 +192,18 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     return next(trial for trial in fitting if top >= CLEAR * statistics.median(trial.seconds))
 
 
-def table(trials: Sequence[Trial], best: Trial, work: Work) -> Table:
-    """The trials, a line each."""
+def table(searched: Sequence[list[Trial]], best: Trial, work: Work) -> Table:
+    """The trials, a line each, apart where they were not timed in turns with each other. GiB: as estimated."""
     found = Table(title=f"{work.client_steps} client-steps of {work.job.recipe.name}")
-    for heading in ("cohort", "slices", "client-steps/s", "range", "GiB, estimated", ""):
+    for heading in ("cohort", "rows", "a second", "range", "GiB", ""):
         found.add_column(heading, justify="right")
-    for trial in trials:
-        times = [work.client_steps / seconds for seconds in trial.seconds]
-        speed = ("-", "-")
-        if trial.fits:
-            speed = (f"{statistics.median(times):.2f}", f"{min(times):.2f} to {max(times):.2f}")
-        note = "best" if trial is best else "" if trial.fits else "does not fit"
-        found.add_row(str(trial.cohort), str(trial.slices), *speed, f"{trial.need / 2**30:.2f}", note)
+    for trials in searched:
+        for trial in trials:
+            times = [work.client_steps / seconds for seconds in trial.seconds]
+            speed = ("-", "-")
+            if trial.fits:
+                speed = (f"{statistics.median(times):.2f}", f"{min(times):.2f} to {max(times):.2f}")
+            note = "best" if trial is best else "" if trial.fits else "too large"
+            found.add_row(str(trial.cohort), trial.rows, *speed, f"{trial.need / 2**30:.2f}", note)
+        found.add_section()
     return found

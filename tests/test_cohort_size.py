@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from torch import Tensor
 
 from fedllm import QuadraticProblem, load_algorithm, load_recipe, run_recipe, simulate, sizing
 from fedllm import tune as tuning
-from fedllm.assemble import assemble
+from fedllm.assemble import Job, assemble
 from fedllm.cli import main
+from fedllm.cohort import CohortModel
 from fedllm.errors import RunError
 from fedllm.lora_problem import LoraProblem
 from fedllm.memory import Waves, available_memory, out_of_memory
 from fedllm.rounds import round_info
-from fedllm.sizing import Need, fit, rule
+from fedllm.sizing import CPU_PASS, Need, choose_cohort, fit, pass_bytes, usable_memory
 from fedllm.training import Share
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -42,6 +44,10 @@ def crowded(most: int, first_round: int = 0):
         return PLAIN(self, X, clients, round, step)
 
     return gradient
+
+
+def assembled(tiny: Path, *overrides: str) -> Job:
+    return assemble(load_recipe(tiny / "recipe.yaml", overrides))
 
 
 def adapter(folder: Path) -> dict[str, Tensor]:
@@ -84,7 +90,7 @@ def test_a_client_that_does_not_fit_alone_is_named() -> None:
         if 7 in cohort:
             fail_for_real()
 
-    with pytest.raises(RunError, match=r"client 7: its step alone does not fit.*can't allocate memory.*run\.slices=4"):
+    with pytest.raises(RunError, match=r"client 7: its step alone does not fit.*run\.slices=4.*can't allocate memory"):
         list(Waves([3, 7], None).each(work))
 
 
@@ -115,6 +121,7 @@ def test_a_run_steps_down_says_so_once_and_records_it(
     steps = ["local={steps: 2, batch_size: 8}"]
     whole = run_recipe(tiny / "recipe.yaml", steps, tmp_path / "whole")
     assert (whole.result["machine"]["cohort"], whole.result["machine"]["stepped_down"]) == (5, [])
+    assert whole.result["machine"]["pass_tokens"] == int(CPU_PASS / assembled(tiny, *steps).problem.token_bytes)
     monkeypatch.setattr(LoraProblem, "loss_and_gradient", crowded(2, first_round=1))
     capsys.readouterr()
     small = run_recipe(tiny / "recipe.yaml", steps, tmp_path / "small")
@@ -148,8 +155,9 @@ def test_the_choice_is_kept_on_another_machine(
     shutil.copytree(whole.folder, cut)
     (cut / "result.json").unlink()
     shutil.rmtree(cut / "checkpoints" / "000004")
-    monkeypatch.setattr(sizing, "rule", lambda *_: 1)
+    monkeypatch.setattr(sizing, "total_memory", lambda device: 0)
     capsys.readouterr()
+    assert assembled(tiny).cohort == 1
     again = run_recipe(tiny / "recipe.yaml", ["run.slices=2"], cut)
     assert again.result["machine"]["cohort"] == 5
     assert "run.slices=2 is for a new run; this one goes on with auto" in capsys.readouterr().out
@@ -157,17 +165,66 @@ def test_the_choice_is_kept_on_another_machine(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 clients of 100 MiB each: two keep less than 256 MiB. On a GPU the peak may be half of its memory."""
-    monkeypatch.setattr(sizing, "total_memory", lambda device: 1200 * 2**20)
+def test_the_rule_is_memory_alone_and_not_what_is_free_of_it(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All five clients of a round, halved until the estimate is half of the memory that there is."""
+    job = assembled(tiny)
+    need = Need.of(job.algorithm, job.problem)
 
-    def size(clients: int) -> float:
-        return clients * 100 * 2**20
+    def chosen(total: float) -> int:
+        monkeypatch.setattr(sizing, "total_memory", lambda device: total)
+        return choose_cohort("auto", job.algorithm, job.problem, job.info, CPU)
 
-    assert rule(CPU, 10, size, size) == 2
-    assert rule(CPU, 2, size, size) == 2
-    assert rule(GPU, 10, size, size) == 5
-    assert fit(10, size, 0) == 1
+    five, two, one = (need.of_cohort(job.problem, size) for size in (5, 2, 1))
+    assert five > two > one
+    assert [chosen(2.0 * most) for most in (five, five - 1, two, two - 1, 0)] == [5, 2, 2, 1, 1]
+    assert "cut into waves" not in capsys.readouterr().out
+    assert fit(10, lambda size: 100 * size, 0) == 1
+
+
+def test_the_bound_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "total_memory", lambda device: 80 * 2**30)
+    assert pass_bytes(CPU) == CPU_PASS
+    assert pass_bytes(GPU) == 20 * 2**30
+
+
+@pytest.mark.parametrize(("slices", "packed"), [("auto", True), ("auto", False), ("1", False), ("2", False)])
+def test_passes_keep_within_their_bound(tiny: Path, slices: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of each pass, counted as it goes; in packed rows, padded ones, and best and equal slices of these."""
+    problem = assembled(tiny, f"run.slices={slices}").problem
+    problem.layout = problem.layout if packed else None
+    clients = list(range(8))
+    batches = [problem._batches.indices(client, 0, 0) for client in clients]
+    most = 2.5 * max(problem._pass_sizes(batches))
+    problem.pass_tokens = most
+    passes = list(problem._passes(batches))
+    assert [client for some in passes for client in clients[some]] == clients
+    assert 1 < len(passes) < 8
+    assert most / 4 < problem.largest_pass(clients, 1) <= most
+    seen: list[int] = []
+    run = CohortModel._run
+
+    def counted(self: CohortModel, wanted: Any, inputs: dict[str, Tensor]) -> Tensor:
+        tokens = wanted.packed.sample.numel() if wanted.packed else inputs["input_ids"].numel()
+        seen.append(tokens)
+        return run(self, wanted, inputs)
+
+    monkeypatch.setattr(CohortModel, "_run", counted)
+    problem.gradient(problem.initial().repeat(8, 1), clients, 0, 0)
+    assert len(seen) == len(passes) * int(slices) if slices != "auto" else len(seen) >= len(passes)
+    room = 1.2 if packed else 1.0  # packed rows have a little more padding than is counted
+    assert max(seen) <= room * problem.largest_pass(clients, 1)
+    problem.pass_tokens = 1
+    assert [some.stop - some.start for some in problem._passes(batches)] == [1] * 8
+
+
+def test_evaluation_counts_where_it_is_the_largest(tiny: Path) -> None:
+    need = Need(fixed=100, token=10, client=1000, evaluation=5000)
+    assert need.bytes(2, 40) == need.bytes(2, 490) == need.bytes(2, 0)
+    assert need.bytes(2, 500) - need.bytes(2, 490) == round(sizing.WORKING * 100)
+    job = assembled(tiny)
+    assert Need.of(job.algorithm, job.problem).evaluation == pytest.approx(CPU_PASS / 2)  # of two layers
 
 
 def test_a_cohort_too_large_for_memory_is_cut_into_waves(
@@ -175,9 +232,10 @@ def test_a_cohort_too_large_for_memory_is_cut_into_waves(
 ) -> None:
     recipe = load_recipe(tiny / "recipe.yaml", ["run.cohort=5"])
     job = assemble(recipe)
-    need = Need.of(job.algorithm, job.problem, job.info)
+    need = Need.of(job.algorithm, job.problem)
     assert job.cohort == 5
     left = (need.of_cohort(job.problem, 2) + need.of_cohort(job.problem, 5)) / 2 / sizing.USABLE
+    assert usable_memory(CPU) > need.of_cohort(job.problem, 5)
     monkeypatch.setattr(sizing, "available_memory", lambda device: int(left))
     assert assemble(recipe).cohort == 2
     assert "a cohort of 5 clients needs about" in " ".join(capsys.readouterr().out.split())
@@ -186,18 +244,45 @@ def test_a_cohort_too_large_for_memory_is_cut_into_waves(
 
 
 def test_what_autograd_keeps_grows_with_the_rows(tiny: Path) -> None:
-    problem = assemble(load_recipe(tiny / "recipe.yaml")).problem
-    one, two, four = (problem.kept_bytes(rows) for rows in (1, 2, 4))
+    problem = assembled(tiny).problem
+    one, two, four = (problem._kept_bytes(rows) for rows in (1, 2, 4))
     assert two > one > 0
     assert four - two == pytest.approx(2 * (two - one), rel=0.02)
+    longest = int(problem._lengths.max())
+    assert problem.fixed_bytes + 4 * longest * problem.token_bytes == pytest.approx(four, rel=0.02)
 
 
-def test_pass_tokens(tiny: Path) -> None:
-    job = assemble(load_recipe(tiny / "recipe.yaml", ["run.slices=1"]))
-    parts = [job.problem._batches.indices(client, 0, 0) for client in (0, 1)]
-    lengths = job.problem._tokens.lengths
-    longest = max(int(lengths[part].max()) for part in parts)
-    assert job.problem.pass_tokens([0, 1], 1) == 2 * max(map(len, parts)) * longest
+def short_of_memory(most: int):
+    """A CohortModel's pass in which more than `most` tokens of an evaluation batch do not fit."""
+    plain = CohortModel._run
+
+    def run(self: CohortModel, wanted: Any, inputs: dict[str, Tensor]) -> Tensor:
+        if not torch.is_grad_enabled() and inputs["input_ids"].numel() > most:
+            fail_for_real()
+        return plain(self, wanted, inputs)
+
+    return run
+
+
+def test_evaluation_steps_down_and_says_so_once(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """40 samples of 3 to 11 words: batches of 240 tokens, of which 60 at most fit."""
+    job = assembled(tiny)
+    problem, x = job.problem, job.problem.initial()
+    problem.pass_tokens = 240
+    whole = problem.logits(x, job.validation)
+    assert 1 < len(problem._eval_batches(job.validation)) < 10
+    monkeypatch.setattr(CohortModel, "_run", short_of_memory(60))
+    capsys.readouterr()
+    for _ in range(2):
+        torch.testing.assert_close(problem.logits(x, job.validation), whole, rtol=1e-4, atol=1e-6)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("do not fit into memory; batches are cut into 5 from here on") == 1
+    longest = int(job.validation.lengths.max())
+    monkeypatch.setattr(CohortModel, "_run", short_of_memory(longest - 1))
+    with pytest.raises(RunError, match=rf"a sample of {longest} tokens alone does not fit.*lower data\.max_length"):
+        problem.logits(x, job.validation)
 
 
 @pytest.fixture
@@ -218,7 +303,9 @@ def test_tune_writes_the_fastest_into_the_recipe_and_changes_no_result(
     monkeypatch.setattr(tuning.Work, "seconds", lambda self, trial: fast.get((trial.cohort, trial.slices), 2.0))
     assert main(["tune", str(own), "--dry-run"]) == 0
     assert own.read_text() == before
-    assert "best: run.cohort=3 run.slices=4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "best: run.cohort=3 run.slices=4" in said
+    assert [said.count(rows) for rows in (" packed ", " padded, 1 slice ", " padded, 4 slices ")] == [5, 1, 1]
     assert main(["tune", str(own)]) == 0
     assert own.read_text() == before + "run:        {cohort: 3, slices: 4}\n"
     tuned = run_recipe(own, run_dir=tmp_path / "tuned")
@@ -232,7 +319,7 @@ def test_tune_measures_and_leaves_out_what_does_not_fit(
     monkeypatch.setattr(LoraProblem, "loss_and_gradient", crowded(2))
     assert main(["tune", str(own)]) == 0
     said = capsys.readouterr().out
-    assert said.count("does not fit") == 2  # 3 and 5
+    assert said.count("too large") == 2  # 3 and 5
     assert yaml.safe_load(own.read_text())["run"]["cohort"] in (1, 2)
     monkeypatch.setattr(LoraProblem, "loss_and_gradient", crowded(0))
     assert main(["tune", str(own)]) == 1

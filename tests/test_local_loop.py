@@ -25,7 +25,7 @@ from fedllm.blocks import BlockPartition
 from fedllm.blocks.layout import whole
 from fedllm.clients import ClientStore
 from fedllm.lora import attach_lora
-from fedllm.lora_problem import PASS_TOKENS, SLICE_OVERHEAD, LoraProblem
+from fedllm.lora_problem import SLICE_OVERHEAD, LoraProblem
 from fedllm.masks import NAME
 from fedllm.models import load_backbone
 from fedllm.recipe import Lora, Model
@@ -66,9 +66,8 @@ def moved_to_meta(problem: LoraProblem) -> LoraProblem:
 
 
 @pytest.fixture(autouse=True)
-def _meta_has_the_gpus_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for sizes in (SLICE_OVERHEAD, PASS_TOKENS):
-        monkeypatch.setitem(sizes, "meta", sizes["cuda"])
+def _meta_has_the_gpus_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SLICE_OVERHEAD, "meta", SLICE_OVERHEAD["cuda"])
 
 
 @pytest.fixture(scope="module")

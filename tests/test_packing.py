@@ -117,7 +117,7 @@ EXPECTED = {
 def test_packed_rows_give_the_gradients_of_padded_ones(
     tiny: Path, tmp_path: Path, family: str, equal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout and clients of unequal batches, in passes of all clients and of one."""
+    """With dropout and clients of unequal batches, in passes of all clients and of one; full gradients too."""
     monkeypatch.setattr("fedllm.assemble.tokenize", drawn)  # Qwen's tokenizer knows no word of the tiny vocabulary
     model = f"model.name={save_tiny(tmp_path / family, family)}"
     padded, packed = job(tiny, model, "run.slices=1").problem, job(tiny, model).problem
@@ -128,11 +128,13 @@ def test_packed_rows_give_the_gradients_of_padded_ones(
     clients = [0, 2, 3, 7]
     assert len({len(packed._batches.indices(client, 1, 0)) for client in clients}) > 1
     losses, gradients = padded.loss_and_gradient(X, clients, 1, 0)
-    for tokens in (1, 100_000):
-        monkeypatch.setattr("fedllm.lora_problem.PASS_TOKENS", {"cpu": tokens})
-        found = packed.loss_and_gradient(X, clients, 1, 0)
+    full = padded.full_gradient(X[0], clients)
+    for problem, tokens in ((padded, 1), (packed, 1), (packed, 100_000)):
+        problem.pass_tokens = tokens
+        found = problem.loss_and_gradient(X, clients, 1, 0)
         torch.testing.assert_close(found[0], losses)
         torch.testing.assert_close(found[1], gradients, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(problem.full_gradient(X[0], clients), full, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("equal", [False, True])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,14 @@ def adapter(folder: Path) -> dict[str, Tensor]:
 def same_bits(a: Path, b: Path) -> bool:
     first, second = adapter(a), adapter(b)
     return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def assert_close(a: Path, b: Path) -> None:
+    """Adapters that differ by rounding only."""
+    first, second = adapter(a), adapter(b)
+    assert set(first) == set(second)
+    for name, value in second.items():
+        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-4 * float(value.abs().max()))
 
 
 def numbers(folder: Path) -> list[dict[str, object]]:
@@ -116,6 +125,35 @@ def test_a_clients_failure_in_another_process_is_named(tiny: Path, tmp_path: Pat
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["000001"]
 
 
+def test_memory_that_gives_out_in_one_process_makes_all_cohorts_smaller(tiny: Path, tmp_path: Path) -> None:
+    """Four clients each; from round 2 on process 1 has room for two, in its forward pass, and says so by torch's own
+    error. Process 0, which has room, goes on with two from round 3 on; the result is that of one process."""
+    more = ["federation={rounds: 3, clients_per_round: 8}"]
+    folder = tmp_path / "crowded"
+    words = [str(tiny / "recipe.yaml"), f"run.dir={folder}", *OVERRIDES, *more]
+    done = launch("tests/poisoned.py", *words, fault="1:2:full")
+    assert done.returncode == 0, done.stderr
+    cohorts = {
+        (rank, round): [int(size) for size in re.findall(rf"rank {rank}, round {round}: (\d) clients", done.stdout)]
+        for rank in (0, 1)
+        for round in (1, 2, 3)
+    }
+    assert cohorts == {(0, 1): [4], (1, 1): [4], (0, 2): [4], (1, 2): [4, 2, 2], (0, 3): [2, 2], (1, 3): [2, 2]}
+    said = " ".join(done.stdout.split())
+    assert said.count("do not fit into memory") == 1
+    assert "round 2: cohorts of 8 do not fit into memory; that round was done with cohorts of 2" in said
+    machine = json.loads((folder / "result.json").read_text())["machine"]
+    assert (machine["cohort"], machine["stepped_down"]) == (2, [{"round": 2, "cohort": 2}])
+
+    threads = torch.get_num_threads()
+    alone = run_recipe(tiny / "recipe.yaml", [*OVERRIDES, *more], tmp_path / "alone")
+    torch.set_num_threads(threads)
+    assert (alone.result["machine"]["cohort"], alone.result["machine"]["stepped_down"]) == (8, [])
+    assert_close(folder, alone.folder)
+    ours = [line["train_loss"] for line in numbers(folder)]
+    assert ours == pytest.approx([line["train_loss"] for line in alone.metrics], rel=1e-4)
+
+
 def test_a_users_mistake_is_told_once(tiny: Path) -> None:
     done = launch("scripts/fedtune.py", str(tiny / "recipe.yaml"), "algorithm.lr=-1")
     assert done.returncode != 0
@@ -131,9 +169,7 @@ def test_run_recipe_refuses_many_processes(tiny: Path, tmp_path: Path, monkeypat
 
 def test_shares_change_nothing_but_rounding(tiny: Path, tmp_path: Path, one: Path) -> None:
     whole = run_recipe(tiny / "recipe.yaml", OVERRIDES, tmp_path / "whole").folder
-    first, second = adapter(whole), adapter(one)
-    for name, value in first.items():
-        torch.testing.assert_close(second[name], value, rtol=0, atol=1e-4 * float(value.abs().max()))
+    assert_close(one, whole)
 
 
 def test_deal_evens_out_the_work() -> None:
