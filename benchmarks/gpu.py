@@ -107,12 +107,12 @@ def parts(recipes: dict[str, Path], overrides: list[str], small: bool) -> list[P
         speed("ablation", "gpt2", first, "--ablate"),
         speed("speed", "gpt2", second),
         speed("speed", "roberta", second),
-        speed("compile", "gpt2", first, "--ablate", "--compile", seconds=400),
+        profile("profile-roberta-dropout", "roberta", "model.dropout=null", "lora.dropout=0.1"),
+        speed("compile", "gpt2", first, "--ablate", "--compile", seconds=300),
         speed("cohort", "roberta", second, "--cohorts", sizes, most=more),
         speed("ablation", "roberta", first, "--ablate"),
-        profile("profile-roberta-dropout", "roberta", "model.dropout=null", "lora.dropout=0.1"),
-        speed("compile", "roberta", first, "--ablate", "--compile", seconds=400),
         speed("cohort", "gpt2", second, "--cohorts", sizes, most=more),
+        speed("compile", "roberta", first, "--ablate", "--compile", seconds=300),
     ]
 
 
