@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedllm.algorithms.base import Algorithm, RoundInfo, State
 from fedllm.errors import RunError, UserError
-from fedllm.processes import Links, LostError, Message, StoppedError
+from fedllm.processes import Links, LostError, Message, StoppedError, ending
 from fedllm.profile import section
 from fedllm.training import Share, under
 
@@ -216,8 +216,9 @@ class Captain(Crew):
             del self._doing[rank]
         return bool(ready)
 
-    def _lost(self, rank: int) -> RunError:
-        return RunError(
+    def _lost(self, rank: int) -> StoppedError:
+        ending()
+        return StoppedError(
             f"process {rank} ended without a word (killed, or out of memory?) while {self._doing[rank]}. The last "
             f"checkpoint is intact: the same command goes on from it"
         )

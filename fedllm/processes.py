@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import signal
+import threading
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
@@ -33,7 +34,7 @@ class LostError(Exception):
 
 
 class StoppedError(RunError):
-    """This process was asked to end (SIGTERM)."""
+    """This process has to end: it was asked to (SIGTERM), or another one is lost."""
 
 
 def rank() -> int:
@@ -76,7 +77,7 @@ class Links:
 
     def close(self) -> None:
         """Ends the connections, and with them the workers at their other ends. This process is about to end too."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ending()
         for connection in self._connections.values():
             connection.close()
         if torch.distributed.is_initialized():
@@ -115,6 +116,12 @@ def meet() -> Links:
             link = listener.accept()
             connections[int.from_bytes(link.recv_bytes(), "little")] = link
     return Links(connections, size)
+
+
+def ending() -> None:
+    """From now on SIGTERM is ignored: this process ends by itself, and is not to be cut off while it says why."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _stop(*_: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,9 +76,10 @@ def fit(cohort: int, peak: Callable[[int], float], most: float) -> int:
 
 
 def usable_memory(device: torch.device) -> float:
-    """Bytes that a cohort may take: of what is free, divided among the CPU processes of this machine."""
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
-    return USABLE * available_memory(device) / sharing
+    """Bytes that a cohort may take: of what is free, divided among the processes that share the CPU, or the GPU."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    devices = torch.cuda.device_count() if device.type == "cuda" else 1
+    return USABLE * available_memory(device) / math.ceil(processes / devices)
 
 
 def choose_cohort(

@@ -243,6 +243,16 @@ def test_a_cohort_too_large_for_memory_is_cut_into_waves(
     assert assemble(recipe).cohort == 1
 
 
+@pytest.mark.parametrize(("processes", "gpus", "sharing"), [(1, 1, 1), (8, 8, 1), (4, 1, 4), (5, 2, 3)])
+def test_a_gpus_memory_is_divided_among_the_processes_that_share_it(
+    monkeypatch: pytest.MonkeyPatch, processes: int, gpus: int, sharing: int
+) -> None:
+    monkeypatch.setattr(sizing, "available_memory", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert usable_memory(GPU) == pytest.approx(sizing.USABLE * 2**30 / sharing)
+
+
 def test_what_autograd_keeps_grows_with_the_rows(tiny: Path) -> None:
     problem = assembled(tiny).problem
     one, two, four = (problem._kept_bytes(rows) for rows in (1, 2, 4))

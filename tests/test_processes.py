@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from torch import Tensor
 from fedllm import QuadraticProblem, load_algorithm, run_recipe
 from fedllm.crew import Captain
 from fedllm.errors import RunError
-from fedllm.processes import Links
+from fedllm.processes import Links, StoppedError, _stop
 from fedllm.rounds import Plan, round_info, run_round, sample, start
 from fedllm.training import deal
 
@@ -32,10 +33,10 @@ REPO = Path(__file__).resolve().parents[1]
 
 
 def launch(script: str, *words: str, fault: str = "") -> subprocess.CompletedProcess[str]:
-    """Two processes under torchrun, which must end within two minutes."""
+    """Two processes under torchrun, which must end within five minutes, also where other work shares the cores."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", script, *words]
     environment = {**os.environ, "FEDLLM_TEST_FAULT": fault, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def adapter(folder: Path) -> dict[str, Tensor]:
@@ -231,3 +232,21 @@ def test_a_late_answer_is_not_taken_for_another_one() -> None:
     thread.start()
     assert crew.logits(torch.zeros(3), zeros).tolist() == [[2.0], [2.0]]
     thread.join()
+
+
+def test_a_lost_process_is_named_though_the_launcher_stops_this_one_meanwhile() -> None:
+    """torchrun sends SIGTERM to the others when a process dies: before rank 0 has looked, or just after it has."""
+    crew, worker = captain()
+
+    def lose(part: int, parts: int) -> Tensor:
+        worker.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return zeros(part, parts)
+
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        with pytest.raises(StoppedError, match=r"process 1 ended without a word .* while evaluating"):
+            crew.logits(torch.zeros(3), lose)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
