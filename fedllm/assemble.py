@@ -120,8 +120,8 @@ def find_machine(recipe: Recipe, processes: int = 1) -> Machine:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     if accelerator.device.type == "cuda" and local > (gpus := torch.cuda.device_count()):
         warn(
-            f"{local} processes share {gpus} GPU{'s' * (gpus > 1)} and divide the memory; one process a GPU, which trains "
-            f"all of its clients together, is usually faster"
+            f"{local} processes share {gpus} GPU{'s' * (gpus > 1)} and divide the memory; one process a GPU, which "
+            f"trains all of its clients together, is usually faster"
         )
     threads = recipe.run.threads or max(1, usable_cores() // local)
     torch.set_num_threads(threads)
