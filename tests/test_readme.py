@@ -70,6 +70,8 @@ def test_command(command: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "grid.yaml").write_text(blocks("yaml")[0])
     if words[0] in ("run", "sweep", "tune") and "--dry-run" not in words:
         words.append("--dry-run")
+    if words[0] == "tune":
+        words += ["data.max_length=16", "local.batch_size=4"]
     if words[0] == "hessian":
         monkeypatch.setattr("fedllm.hessian.PROBE", 1)
         words += ["--model", "mlp", "--rounds", "1"]
