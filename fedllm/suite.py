@@ -11,6 +11,7 @@ from statistics import fmean
 
 import torch
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from fedllm.algorithms import algorithm_class
@@ -23,9 +24,11 @@ from fedllm.look import metric_name
 from fedllm.models import check_available
 from fedllm.processes import StoppedError
 from fedllm.recipe import Recipe, load_recipe
+from fedllm.results import printable
 from fedllm.run import RunResult, run
 from fedllm.settings import nearest
 from fedllm.state import replace_text
+from fedllm.summary import markdown_table
 
 _NONE = "-"
 _SCORES = "scores.csv"
@@ -54,8 +57,8 @@ class Beside:
         for task in (row["task"] for row in rows):
             if task not in known:
                 raise UserError(f"{path}: task: found '{task}'{nearest(task, known)}, expected {', '.join(known)}")
-        cells = {row["task"]: (row["final"] or "").strip() or _NONE for row in rows}
-        return cls(path.parent.name if path.name == _SCORES else path.stem, cells)
+        cells = {row["task"]: printable((row["final"] or "").strip()) or _NONE for row in rows}
+        return cls(printable(path.parent.name if path.name == _SCORES else path.stem), cells)
 
 
 @dataclass(frozen=True)
@@ -158,11 +161,11 @@ class ScoreTable:
 
     def rich(self) -> Table:
         """For the terminal."""
-        table = Table(*self.headings, title=self.caption, title_justify="left", box=SIMPLE_HEAD)
+        table = Table(*map(escape, self.headings), title=self.caption, title_justify="left", box=SIMPLE_HEAD)
         for column in table.columns[2:]:
             column.justify = "right"
         for line in self.lines():
-            table.add_row(*line)
+            table.add_row(*map(escape, line))
         for line in self.average():
             table.add_section()
             table.add_row(*line, style="bold")
@@ -172,12 +175,12 @@ class ScoreTable:
         """scores.md and scores.csv in `folder`."""
         lines = [*self.lines(), *self.average()]
         rule = tuple("---" for _ in self.headings)
-        markdown = "\n".join(f"| {' | '.join(row)} |" for row in (self.headings, rule, *lines))
+        markdown = markdown_table([self.headings, rule, *lines])
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.headings, *lines])
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_text(folder / "scores.md", f"{self.caption}\n\n{markdown}\n")
+            replace_text(folder / "scores.md", f"{self.caption}\n\n{markdown}")
             replace_text(folder / _SCORES, text.getvalue())
         except OSError as error:
             raise RunError(f"{folder} could not be written: {error}") from error

@@ -103,8 +103,7 @@ class Summary:
     def markdown(self) -> str:
         """A Markdown table under its caption."""
         rule = [":--" if heading in WORDS else "--:" for heading in self.headings]
-        lines = [" | ".join(_in_markdown(cell) for cell in row) for row in [self.headings, rule, *self.rows]]
-        return "\n".join([f"{self.caption}.", "", *(f"| {line} |" for line in lines), ""])
+        return f"{self.caption}.\n\n{markdown_table([self.headings, rule, *self.rows])}"
 
     def csv(self) -> str:
         """The numbers, unrounded: mean and sample standard deviation over seeds, empty where there is none."""
@@ -228,6 +227,11 @@ def _score(group: Group) -> str:
 def _width(table: Table) -> int:
     """Columns of a terminal that a table takes unless it is squeezed."""
     return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+
+
+def markdown_table(rows: Iterable[Sequence[str]]) -> str:
+    """The lines of a Markdown table; the second row is the rule under the headings."""
+    return "".join(f"| {' | '.join(_in_markdown(cell) for cell in row)} |\n" for row in rows)
 
 
 def _in_markdown(text: str) -> str:

@@ -137,14 +137,24 @@ def test_other_scores_stand_beside_ours(
     monkeypatch.setattr(fedllm.run, "_plot", lambda folder: folder / "curves.png")
     recipes = shutil.copytree(stand_ins / "recipes", tmp_path / "recipes")
     (recipes / "paper").mkdir()
-    (recipes / "paper" / "glue_tiny_fedavg.csv").write_text("task,final\ncola,12.34\nqqp, 80.1 / 70.2\naverage,55.50\n")
+    (recipes / "paper" / "glue_tiny_fedavg.csv").write_text(
+        "task,final\ncola,12.34\nqqp, 80.1 / 70.2\nrte,[b]|\naverage,55.50\n"
+    )
     places = ["--recipes", str(recipes), "--out", str(tmp_path)]
     words = ["suite", "glue", "--model", "tiny", *places, "federation.rounds=1"]
     assert main([*words, "--algorithm", "fedavg"]) == 0
     lines = table(tmp_path / "report-glue-tiny-fedavg-s0")
     found = {task: line["glue_tiny_fedavg"] for task, line in lines.items()}
-    assert found == {**dict.fromkeys(GLUE, "-"), "cola": "12.34", "qqp": "80.1 / 70.2", "average": "55.50"}
+    assert found == {
+        **dict.fromkeys(GLUE, "-"),
+        "cola": "12.34",
+        "rte": "[b]|",
+        "qqp": "80.1 / 70.2",
+        "average": "55.50",
+    }
     assert all(line["final"] != line["glue_tiny_fedavg"] for line in lines.values())
+    assert "[b]|" in capsys.readouterr().out
+    assert "| [b]\\| |" in (tmp_path / "report-glue-tiny-fedavg-s0" / "scores.md").read_text()
 
     written = tmp_path / "report-glue-tiny-fedavg-s0" / "scores.csv"
     assert main([*words, "--algorithm", "fedadamw", "--beside", str(written)]) == 0
