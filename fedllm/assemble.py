@@ -29,7 +29,7 @@ from fedllm.lora_problem import LoraProblem
 from fedllm.metrics import metric_for
 from fedllm.models import Backbone, load_backbone
 from fedllm.partition import get_partition
-from fedllm.processes import size
+from fedllm.processes import local_size, size
 from fedllm.quantised import frozen_size
 from fedllm.recipe import Recipe
 from fedllm.rounds import round_info
@@ -117,7 +117,7 @@ def find_machine(recipe: Recipe, processes: int = 1) -> Machine:
     # Processes talk through fedllm.processes alone: NCCL would only refuse those that share a GPU.
     gloo = [InitProcessGroupKwargs(backend="gloo")] if processes > 1 else None
     accelerator = Accelerator(cpu=wanted == "cpu" or not torch.cuda.is_available(), kwargs_handlers=gloo)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    local = local_size()
     if accelerator.device.type == "cuda" and local > (gpus := torch.cuda.device_count()):
         warn(
             f"{local} processes share {gpus} GPU{'s' * (gpus > 1)} and divide the memory; one process a GPU, which "

@@ -47,6 +47,11 @@ def size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_size() -> int:
+    """How many of them were started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size()))
+
+
 class Links:
     """Rank 0's connections to every other process, or the one connection of another process to rank 0.
 

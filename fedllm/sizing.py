@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +14,7 @@ from fedllm.console import warn
 from fedllm.costs import row_vectors
 from fedllm.lora_problem import LoraProblem
 from fedllm.memory import available_memory, total_memory
+from fedllm.processes import local_size
 
 CPU_PASS = 128 * 2**20  # see pass_bytes
 # A pass's peak over what autograd keeps of it, and what comes to it however small it is: together above all of the
@@ -77,9 +77,8 @@ def fit(cohort: int, peak: Callable[[int], float], most: float) -> int:
 
 def usable_memory(device: torch.device) -> float:
     """Bytes that a cohort may take: of what is free, divided among the processes that share the CPU, or the GPU."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     devices = torch.cuda.device_count() if device.type == "cuda" else 1
-    return USABLE * available_memory(device) / math.ceil(processes / devices)
+    return USABLE * available_memory(device) / math.ceil(local_size() / devices)
 
 
 def choose_cohort(

@@ -133,14 +133,14 @@ class Work:
     def trial(self, cohort: int, slices: Slices) -> Trial:
         """A setting with the memory that it is thought to need, not timed yet."""
         problem, device = self.job.problem, self.job.machine.device
-        problem.cut(None if isinstance(slices, str) else slices)
+        self._cut(slices)
         need = self.need.of_cohort(problem, cohort)
         return Trial(cohort, slices, problem.layout is not None, need, fits=need <= usable_memory(device))
 
     def seconds(self, trial: Trial) -> float | None:
         """Seconds of the work, or None where it does not fit into memory."""
         job = self.job
-        job.problem.cut(None if isinstance(trial.slices, str) else trial.slices)
+        self._cut(trial.slices)
         began = time.perf_counter()
         try:
             share = train_share(
@@ -152,6 +152,9 @@ class Work:
         if job.machine.device.type == "cuda":
             torch.cuda.synchronize()
         return None if share.forced else time.perf_counter() - began
+
+    def _cut(self, slices: Slices) -> None:
+        self.job.problem.cut(None if isinstance(slices, str) else slices)
 
 
 def search(work: Work, slices: Slices) -> tuple[list[Trial], list[Trial], Trial]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from adapters import assert_close, same_bits
 from torch import Tensor
 
 from fedllm import QuadraticProblem, load_algorithm, load_recipe, run_recipe, simulate, sizing
@@ -48,16 +48,6 @@ def crowded(most: int, first_round: int = 0):
 
 def assembled(tiny: Path, *overrides: str) -> Job:
     return assemble(load_recipe(tiny / "recipe.yaml", overrides))
-
-
-def adapter(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
-
-
-def agree(a: Path, b: Path) -> bool:
-    """Float32 adapters that differ by rounding only."""
-    first, second = adapter(a), adapter(b)
-    return all(float((second[name] - v).abs().max()) <= 1e-4 * float(v.abs().max()) for name, v in first.items())
 
 
 def test_what_is_out_of_memory() -> None:
@@ -130,7 +120,7 @@ def test_a_run_steps_down_says_so_once_and_records_it(
     assert "round 2: cohorts of 5 do not fit into memory" in said
     machine = small.result["machine"]
     assert (machine["cohort"], machine["stepped_down"]) == (2, [{"round": 2, "cohort": 2}])
-    assert agree(whole.folder, small.folder)
+    assert_close(small.folder, whole.folder)
     assert small.metrics[3]["train_loss"] == pytest.approx(whole.metrics[3]["train_loss"], rel=1e-4)
 
     (small.folder / "result.json").unlink()
@@ -161,8 +151,7 @@ def test_the_choice_is_kept_on_another_machine(
     again = run_recipe(tiny / "recipe.yaml", ["run.slices=2"], cut)
     assert again.result["machine"]["cohort"] == 5
     assert "run.slices=2 is for a new run; this one goes on with auto" in capsys.readouterr().out
-    first, second = adapter(whole.folder), adapter(cut)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert same_bits(whole.folder, cut)
 
 
 def test_the_rule_is_memory_alone_and_not_what_is_free_of_it(
@@ -320,7 +309,7 @@ def test_tune_writes_the_fastest_into_the_recipe_and_changes_no_result(
     assert own.read_text() == before + "run:        {cohort: 3, slices: 4}\n"
     tuned = run_recipe(own, run_dir=tmp_path / "tuned")
     assert tuned.result["machine"]["cohort"] == 3
-    assert agree(plain.folder, tuned.folder)
+    assert_close(tuned.folder, plain.folder)
 
 
 def test_tune_measures_and_leaves_out_what_does_not_fit(

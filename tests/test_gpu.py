@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from adapters import same_bits
 from tiny_models import WORDS, save_tiny, save_tokenizer
 from torch import Tensor
 from transformers.models.auto import CONFIG_MAPPING
@@ -201,15 +201,6 @@ def test_a_cohort_too_large_for_the_gpu_steps_down_to_the_same_result(tiny: Path
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert reports[0].forced in (1, 2)
     assert apart(built, expected, x) < TOLERANCE_BASE
-
-
-def adapter(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
-
-
-def same_bits(a: Path, b: Path) -> bool:
-    first, second = adapter(a), adapter(b)
-    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_run_resumes_bit_for_bit_and_its_profile_adds_up(tiny: Path, tmp_path: Path) -> None:

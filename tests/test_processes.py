@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import assert_close, same_bits
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -37,23 +38,6 @@ def launch(script: str, *words: str, fault: str = "") -> subprocess.CompletedPro
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", script, *words]
     environment = {**os.environ, "FEDLLM_TEST_FAULT": fault, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def adapter(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
-
-
-def same_bits(a: Path, b: Path) -> bool:
-    first, second = adapter(a), adapter(b)
-    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def assert_close(a: Path, b: Path) -> None:
-    """Adapters that differ by rounding only."""
-    first, second = adapter(a), adapter(b)
-    assert set(first) == set(second)
-    for name, value in second.items():
-        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-4 * float(value.abs().max()))
 
 
 def numbers(folder: Path) -> list[dict[str, object]]:
