@@ -43,8 +43,8 @@ class Beside:
 
     @classmethod
     def read(cls, path: Path, tasks: Sequence[str]) -> Beside:
-        """The columns `task` and `final` of a CSV: a scores.csv of this module, or one typed off a paper. Raises
-        UserError."""
+        """The columns `task` and `final` of a CSV: a scores.csv of this module, or one typed off a paper, that names
+        itself in a column `source` if it has one. Raises UserError."""
         try:
             with path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.DictReader(file))
@@ -58,7 +58,8 @@ class Beside:
             if task not in known:
                 raise UserError(f"{path}: task: found '{task}'{nearest(task, known)}, expected {', '.join(known)}")
         cells = {row["task"]: printable((row["final"] or "").strip()) or _NONE for row in rows}
-        return cls(printable(path.parent.name if path.name == _SCORES else path.stem), cells)
+        heading = rows[0].get("source") or (path.parent.name if path.name == _SCORES else path.stem)
+        return cls(printable(heading.strip()), cells)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from tiny_models import WORDS, save_tiny
 
 import fedllm.run
 from fedllm import suite
+from fedllm.algorithms import algorithm_names
 from fedllm.cli import main
-from fedllm.suite import SUITES
+from fedllm.suite import SUITES, Beside
 from fedllm.tasks import TASKS
 
 REPO = Path(__file__).resolve().parents[1]
@@ -162,6 +163,16 @@ def test_other_scores_stand_beside_ours(
     ours = {task: line["final"] for task, line in lines.items()}
     assert {task: line["report-glue-tiny-fedavg-s0"] for task, line in beside.items()} == ours
     assert "glue_tiny_fedavg" not in beside["cola"]  # nothing of another algorithm's is taken unasked
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "recipes" / "paper").glob("*.csv")), ids=lambda path: path.stem)
+def test_published_scores_are_those_of_a_suite_and_say_whose_they_are(path: Path) -> None:
+    suite, model, algorithm = path.stem.split("_", 2)
+    column = Beside.read(path, SUITES[suite].tasks)
+    assert model in SUITES[suite].models
+    assert algorithm in algorithm_names()
+    assert "Liu" in column.heading
+    assert all(0 < float(cell) < 100 for cell in column.cells.values())
 
 
 @pytest.mark.parametrize(
