@@ -90,7 +90,7 @@ def parts(recipes: dict[str, Path], overrides: list[str], small: bool) -> list[P
         return Part(name, [*python, *script], seconds, f"{name}.json")
 
     def profile(name: str, base: str, *settings: str) -> Part:
-        run = ["-m", "fedllm.cli", "run", str(recipes[base]), "--profile", f"run.dir={name}"]
+        run = ["-m", "fedllm", "run", str(recipes[base]), "--profile", f"run.dir={name}"]
         federation = [f"federation={{rounds: {rounds}, clients_per_round: {clients}}}", *settings]
         return Part(name, [*python, *run, *federation, *overrides], 150, f"{name}/profile.json")
 

@@ -325,7 +325,3 @@ def _doctor(_: argparse.Namespace) -> int:
 
     console.print(doctor())
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

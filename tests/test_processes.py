@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -33,11 +34,21 @@ from fedllm.training import deal
 REPO = Path(__file__).resolve().parents[1]
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+
+
 def launch(script: str, *words: str, fault: str = "") -> subprocess.CompletedProcess[str]:
     """Two processes under torchrun, which must end within five minutes, also where other work shares the cores."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", script, *words]
-    environment = {**os.environ, "FEDLLM_TEST_FAULT": fault, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN, "--nproc_per_node", "2", script, *words]
+    environment = {**ENVIRONMENT, "FEDLLM_TEST_FAULT": fault}
     return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
 
 
 def numbers(folder: Path) -> list[dict[str, object]]:
@@ -81,6 +92,31 @@ def test_two_processes_give_the_bits_of_one(tiny: Path, tmp_path: Path, one: Pat
     run_recipe(tiny / "recipe.yaml", OVERRIDES, folder)
     assert same_bits(folder, one)
     assert numbers(folder) == numbers(one)
+
+
+def test_a_sweep_on_two_machines_gives_the_bits_of_one_process(tiny: Path, tmp_path: Path, one: Path) -> None:
+    """A launcher for each, as on machines of their own: the second one's process has neither recipe nor grid."""
+    (tmp_path / "grid.yaml").write_text("grid: {algorithm.lr: [0.01, 0.02]}")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    words = ["-m", "fedllm", "sweep", str(tiny / "recipe.yaml"), str(tmp_path / "grid.yaml"), *OVERRIDES]
+    meeting = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1"]
+    port = str(free_port())
+    machines = [
+        subprocess.Popen(
+            [*TORCHRUN, *meeting, "--master_port", port, "--node_rank", node, *rest],
+            cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for node, folder, rest in (("0", tmp_path, words), ("1", elsewhere, ["-m", "fedllm", "sweep", "-", "-"]))
+    ]  # fmt: skip
+    said = [machine.communicate(timeout=300)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    runs = tmp_path / "runs" / "recipe-grid"
+    assert same_bits(runs / "lr=0.01-s0", one)
+    assert numbers(runs / "lr=0.01-s0") == numbers(one)
+    assert not same_bits(runs / "lr=0.02-s0", one)
+    assert (runs / "report" / "report.html").is_file()
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_a_killed_process_is_named_and_the_run_goes_on_later(tiny: Path, tmp_path: Path, one: Path) -> None:

@@ -159,7 +159,7 @@ def test_a_killed_sweep_goes_on(tiny: Path, tmp_path: Path) -> None:
     grid = write(tmp_path, grid={"algorithm.lr": [0.01, 0.02]})
     out = tmp_path / "killed"
     command = ["sweep", str(tiny / "recipe.yaml"), str(grid), "run.threads=1", "--out"]
-    process = subprocess.Popen([sys.executable, "-m", "fedllm.cli", *command, str(out)], env={**os.environ})
+    process = subprocess.Popen([sys.executable, "-m", "fedllm", *command, str(out)], env={**os.environ})
     second = out / "lr=0.02-s0" / "checkpoints" / "000001"
     deadline = time.monotonic() + 120
     while not second.is_dir() and process.poll() is None and time.monotonic() < deadline:
