@@ -4,7 +4,7 @@ python benchmarks/scale.py                                     # everything, int
 python benchmarks/scale.py --startup recipes/sst2_fadamgc.yaml # another recipe's start-up as well
 
 Every point is a process of its own, on one thread; the sizes that are compared by time take turns in one process.
-The data are random words, two samples a client, so that 10,000 clients need no download; the model is the packaged
+The data are random words, two samples a client (or BATCH), so that 10,000 clients need no download; the model is the packaged
 MiniLM. Seconds are CPU seconds of the process, which other work on the machine does not lengthen by waiting, unless
 they are called wall seconds.
 """
@@ -27,6 +27,7 @@ from typing import Any
 
 SAMPLED = (1, 10, 100, 1000)
 FEDERATIONS = (10, 100, 1000, 10_000)
+BATCH = 16
 CLIENTS = 50  # that are timed at least, in one round or several
 REPEATS = 2
 WORDS = ("good", "bad", "fine", "dull", "warm", "cold", "long", "short", "film", "play", "actor", "scene", "plot")
@@ -48,7 +49,8 @@ def main() -> int:
 
     found = {
         "versions": versions(),
-        "sampled": _fresh("sampled", ""),
+        "sampled": _fresh("sampled", "2"),
+        "sampled, larger batch": _fresh("sampled", str(BATCH)),
         "federation": [_fresh("federation", str(clients)) for clients in FEDERATIONS],
         "startup": {recipe: _startup(recipe) for recipe in arguments.startup},
     }
@@ -73,12 +75,12 @@ def _fresh(kind: str, value: str) -> Any:
     return json.loads(answer)
 
 
-def _job(folder: Path, clients: int, sampled: int, rank: int) -> Any:
-    """A federation of `clients` clients with two samples each, who take one step with both."""
+def _job(folder: Path, clients: int, sampled: int, rank: int, batch: int = 2) -> Any:
+    """A federation of `clients` clients with `batch` samples each, who take one step with all of them."""
     from fedllm.assemble import assemble
     from fedllm.recipe import make_recipe
 
-    for name, rows in (("train", 2 * clients), ("validation", 20)):
+    for name, rows in (("train", batch * clients), ("validation", 20)):
         with (folder / f"{name}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["text", "label"])
@@ -92,7 +94,7 @@ def _job(folder: Path, clients: int, sampled: int, rank: int) -> Any:
         "partition": {"scheme": "iid", "clients": clients},
         "algorithm": {"name": "fadamgc"},
         "federation": {"clients_per_round": sampled},
-        "local": {"steps": 1, "batch_size": 2},
+        "local": {"steps": 1, "batch_size": batch},
         "run": {"threads": 1, "device": "cpu", "precision": "float32"},
     }
     return assemble(make_recipe(sections, "scale", "scale"))
@@ -116,12 +118,12 @@ def _peak() -> int:
     return int(line.split()[1]) * 1024
 
 
-def sampled_point(_: str) -> dict[str, Any]:
-    """Seconds a sampled client, and peak memory, for each of SAMPLED; all clients of the federation have state."""
+def sampled_point(value: str) -> dict[str, Any]:
+    """Seconds a sampled client with batches of `value`, and peak memory, for each of SAMPLED."""
     from fedllm.rounds import blank
 
     with tempfile.TemporaryDirectory() as folder:
-        job = _job(Path(folder), max(SAMPLED), max(SAMPLED), rank=8)
+        job = _job(Path(folder), max(SAMPLED), max(SAMPLED), 8, int(value))
     federation = blank(job.algorithm, job.problem, job.info)
     _rounds(job, federation, 1, 3)  # warm-up
     seconds: dict[int, list[float]] = {size: [] for size in SAMPLED}

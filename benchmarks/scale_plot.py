@@ -33,9 +33,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _cost(axes: Axes, found: dict[str, Any]) -> None:
-    sampled = found["sampled"]["seconds_a_client"]
-    axes.plot([int(s) for s in sampled], [1e3 * statistics.median(v) for v in sampled.values()], "o-", color=_BLUE)
-    axes.annotate("of S sampled,\nN = 1000", (1, 1e3 * statistics.median(sampled["1"])), (8, -12), **_beside(_BLUE))
+    for name, batch, marker, place in (("sampled", 2, "o-", (8, -12)), ("sampled, larger batch", 16, "^-", (20, 5))):
+        sampled = {int(size): 1e3 * statistics.median(v) for size, v in found[name]["seconds_a_client"].items()}
+        axes.plot(list(sampled), list(sampled.values()), marker, color=_BLUE)
+        axes.annotate(f"of S sampled, N = 1000,\nbatches of {batch}", (1, sampled[1]), place, **_beside(_BLUE))
     points = found["federation"]
     values = [1e3 * statistics.median(point["seconds_a_round"]) / 10 for point in points]
     axes.plot([point["clients"] for point in points], values, "s--", color=_RED)
