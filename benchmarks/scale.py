@@ -4,9 +4,9 @@ python benchmarks/scale.py                                     # everything, int
 python benchmarks/scale.py --startup recipes/sst2_fadamgc.yaml # another recipe's start-up as well
 
 Every point is a process of its own, on one thread; the sizes that are compared by time take turns in one process.
-The data are random words, two samples a client (or BATCH), so that 10,000 clients need no download; the model is the packaged
-MiniLM. Seconds are CPU seconds of the process, which other work on the machine does not lengthen by waiting, unless
-they are called wall seconds.
+The data are random words, two samples a client (or BATCH), so that 10,000 clients need no download; the model is the
+packaged MiniLM. Seconds are CPU seconds of the process, which other work on the machine does not lengthen by waiting,
+unless they are called wall seconds.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ from fedllm.profile import section
 from fedllm.training import Share, under
 
 if TYPE_CHECKING:
+    from fedllm.lora_problem import LoraProblem
     from fedllm.recipe import Recipe
     from fedllm.rounds import Federation
+    from fedllm.tokens import Tokens
 
 T = TypeVar("T")
 Gradients = tuple[Tensor, State]
@@ -62,9 +64,9 @@ class Crew:
         """The full gradients of each share, in their order. one: computes a share here."""
         return [one(share) for share in shares]
 
-    def logits(self, x: Tensor, one: Callable[[int, int], Tensor]) -> Tensor:
-        """Logits [n, labels] of the validation split at x [d]. one(part, parts): a part here, zeros elsewhere."""
-        return one(0, 1)
+    def logits(self, problem: LoraProblem, x: Tensor, tokens: Tokens) -> Tensor:
+        """Logits [n, labels] of the validation split at x [d]; problem.eval_cuts is then that of all processes."""
+        return problem.logits(x, tokens)
 
 
 class Captain(Crew):
@@ -137,14 +139,17 @@ class Captain(Crew):
         mine, replies = self._together(lambda: [one(share) for share in self.own(shares)], tasks, doing)
         return self._in_order(len(shares), mine, replies, lambda _, found: (found["total"], under("state/", found)))
 
-    def logits(self, x: Tensor, one: Callable[[int, int], Tensor]) -> Tensor:
-        tasks: dict[int, Message] = {
-            rank: ({"do": "logits", "part": rank, "parts": self.size}, {"x": x}) for rank in self._ranks
-        }
-        found, replies = self._together(lambda: one(0, self.size), tasks, lambda rank: "evaluating")
+    def logits(self, problem: LoraProblem, x: Tensor, tokens: Tokens) -> Tensor:
+        head = {"do": "logits", "parts": self.size, "cuts": problem.eval_cuts}
+        tasks: dict[int, Message] = {rank: ({**head, "part": rank}, {"x": x}) for rank in self._ranks}
+        total, replies = self._together(
+            lambda: problem.logits(x, tokens, 0, self.size), tasks, lambda rank: "evaluating"
+        )
         for rank in self._ranks:
-            found += replies[rank][1]["logits"]
-        return found
+            answer, found = replies[rank]
+            total += found["logits"]
+            problem.eval_cuts = max(problem.eval_cuts, answer["cuts"])
+        return total
 
     @property
     def _ranks(self) -> range:

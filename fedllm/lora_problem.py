@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from fedllm.batches import ClientBatches, MicroBatch, micro_batches, whole
 from fedllm.blocks import BlockPartition
 from fedllm.cohort import CohortModel
-from fedllm.console import warn
 from fedllm.dropout import row_keys
 from fedllm.masks import is_causal
 from fedllm.memory import Waves
@@ -77,7 +76,7 @@ class LoraProblem(Problem):
         one, two = (self._kept_bytes(rows) for rows in (1, 2))
         self.fixed_bytes, self.token_bytes = 2 * one - two, (two - one) / int(self._lengths.max())
         self.pass_tokens = pass_bytes / self.token_bytes
-        self._eval_cuts = 1
+        self.eval_cuts = 1
 
     def initial(self) -> Tensor:
         return self._x0.clone()
@@ -188,8 +187,8 @@ class LoraProblem(Problem):
         """Logits [n, labels] (float32, CPU) of all samples at x [d], in large length-sorted batches.
 
         Of these batches only every `parts`-th from number `part` on is computed; the rows of the others are zeros.
-        Where memory gives out, this batch and all after it are cut smaller. Raises RunError where a sample alone does
-        not fit.
+        Where memory gives out, this batch and all after it are cut into more parts, eval_cuts. Raises RunError where a
+        sample alone does not fit.
         """
 
         def work(index: list[int]) -> Tensor:
@@ -205,16 +204,12 @@ class LoraProblem(Problem):
         batches = self._eval_batches(tokens)
         found: Tensor | None = None
         for batch in batches[part::parts] or batches[:1]:
-            waves = Waves(batch, -(-len(batch) // self._eval_cuts), too_large)
+            waves = Waves(batch, -(-len(batch) // self.eval_cuts), too_large)
             for index, logits in waves.each(work):
                 found = logits.new_zeros(len(tokens), logits.shape[1]) if found is None else found
                 found[index] = logits
             if waves.forced:
-                self._eval_cuts = -(-len(batch) // waves.forced)
-                warn(
-                    f"evaluation: {len(batch)} samples at once do not fit into memory; batches are cut into "
-                    f"{self._eval_cuts} from here on (the same result up to rounding)"
-                )
+                self.eval_cuts = -(-len(batch) // waves.forced)
         assert found is not None, "evaluation needs at least one sample"
         return found if part < len(batches) else torch.zeros_like(found)
 

@@ -51,7 +51,7 @@ def evaluate(job: Job, federation: Federation, crew: Crew) -> dict[str, Any]:
     """Scores and loss on the whole validation split, with the seconds they took."""
     began = time.perf_counter()
     x, labels = federation.x, job.validation.labels
-    logits = crew.logits(x, lambda part, parts: job.problem.logits(x, job.validation, part, parts))
+    logits = crew.logits(job.problem, x, job.validation)
     if job.task.regression:
         loss = torch.nn.functional.mse_loss(logits[:, 0], labels.float())
     else:

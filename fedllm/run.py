@@ -139,6 +139,7 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
             "cohort": job.cohort,
             "slices": job.recipe.run.slices,
             "stepped_down": [],
+            "eval_cuts": 1,
             "shares": shares,
             "threads": job.machine.threads,
             "precision": job.machine.precision,
@@ -151,7 +152,8 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
     for name in ("threads", "precision"):
         if (before := snapshot.facts[name]) != (now := getattr(job.machine, name)):
             warn(f"the rounds before had {name} {before}, here it is {now}: the run is no longer bit for bit the same")
-    facts = {"shares": 1, "stepped_down": [], **snapshot.facts, "cohort": job.cohort}
+    facts = {"shares": 1, "stepped_down": [], "eval_cuts": 1, **snapshot.facts, "cohort": job.cohort}
+    job.problem.eval_cuts = facts["eval_cuts"]
     shares = _shares(job.recipe, crew)
     if facts["shares"] < min(shares, crew.size):
         warn(f"the rounds before had {facts['shares']} shares, now {shares}: the run is no longer bit for bit the same")
@@ -193,6 +195,7 @@ def _train(
             if federation.round % recipe.eval.every == 0 or federation.round == info.total:
                 with section("evaluate"):
                     line |= evaluate(job, federation, crew)
+                _note_cuts(job, facts, federation.round)
             metrics.append(line)
             append_line(path, line)
             trackers.write(line)
@@ -213,6 +216,19 @@ def _step_down(plan: Plan, cohort: int, facts: dict[str, Any], round: int) -> Pl
     facts["cohort"] = cohort
     facts["stepped_down"] = [*facts["stepped_down"], {"round": round, "cohort": cohort}]
     return replace(plan, cohort=cohort)
+
+
+def _note_cuts(job: Job, facts: dict[str, Any], round: int) -> None:
+    """Says and keeps that memory forced smaller batches on an evaluation, here or in another process."""
+    cuts = job.problem.eval_cuts
+    if cuts == facts["eval_cuts"]:
+        return
+    warn(
+        f"round {round}: the batches of the evaluation do not fit into memory; they are cut into {cuts} from here on "
+        f"(the same result up to rounding)"
+    )
+    facts["eval_cuts"] = cuts
+    facts["stepped_down"] = [*facts["stepped_down"], {"round": round, "eval_cuts": cuts}]
 
 
 def _complete(recipe: Recipe, round: int, metrics: list[dict[str, Any]]) -> bool:

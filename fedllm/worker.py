@@ -97,4 +97,6 @@ class _Worker:
 
     def _logits(self, job: Job, head: dict[str, Any], tensors: State) -> Message:
         x = tensors["x"].to(job.machine.device)
-        return {}, {"logits": job.problem.logits(x, job.validation, head["part"], head["parts"])}
+        job.problem.eval_cuts = head["cuts"]
+        logits = job.problem.logits(x, job.validation, head["part"], head["parts"])
+        return {"cuts": job.problem.eval_cuts}, {"logits": logits}

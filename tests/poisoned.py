@@ -1,5 +1,6 @@
 """`fedllm run` with faults: FEDLLM_TEST_FAULT is a list of rank:round:how, how one of kill (SIGKILL), raise and nan; or
-full, with which from that round on more than two clients at once do not fit into the process's memory.
+full, with which from that round on more than two clients at once do not fit into the process's memory, nor more than
+ten samples of an evaluation.
 
 Prints rank, round and cohort size of every cohort that begins.
 """
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from fedllm.packing import Packed
 
 FAULTS = [fault.split(":") for fault in os.environ["FEDLLM_TEST_FAULT"].split()]
 plain = LoraProblem.loss_and_gradient
-whole_pass = CohortModel.packed
+whole_pass, whole_run = CohortModel.packed, CohortModel._run
 
 
 def full(self: CohortModel, X: Tensor, packed: Packed, keys: Tensor | None = None) -> Tensor:
@@ -31,12 +33,19 @@ def full(self: CohortModel, X: Tensor, packed: Packed, keys: Tensor | None = Non
     return logits
 
 
+def crowded_run(self: CohortModel, wanted: Any, inputs: dict[str, Tensor]) -> Tensor:
+    if not torch.is_grad_enabled() and len(inputs["input_ids"]) > 10:
+        torch.empty(2**46, dtype=torch.float64)
+    return whole_run(self, wanted, inputs)
+
+
 def faulty(self: LoraProblem, X: Tensor, clients: Sequence[int], round: int, step: int) -> tuple[Tensor, Tensor]:
     rank = os.environ["RANK"]
     if step == 0:
         print(f"rank {rank}, round {round + 1}: {len(clients)} clients", flush=True)
     crowded = any(on == rank and round + 1 >= int(when) and how == "full" for on, when, how in FAULTS)
     CohortModel.packed = full if crowded and len(clients) > 2 else whole_pass  # type: ignore[method-assign]
+    CohortModel._run = crowded_run if crowded else whole_run  # type: ignore[method-assign]
     loss, G = plain(self, X, clients, round, step)
     for on, when, how in FAULTS:
         if on != rank or round + 1 != int(when):

@@ -263,9 +263,7 @@ def short_of_memory(most: int):
     return run
 
 
-def test_evaluation_steps_down_and_says_so_once(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_steps_down(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 samples of 3 to 11 words: batches of 240 tokens, of which 60 at most fit."""
     job = assembled(tiny)
     problem, x = job.problem, job.problem.initial()
@@ -273,15 +271,32 @@ def test_evaluation_steps_down_and_says_so_once(
     whole = problem.logits(x, job.validation)
     assert 1 < len(problem._eval_batches(job.validation)) < 10
     monkeypatch.setattr(CohortModel, "_run", short_of_memory(60))
-    capsys.readouterr()
     for _ in range(2):
         torch.testing.assert_close(problem.logits(x, job.validation), whole, rtol=1e-4, atol=1e-6)
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("do not fit into memory; batches are cut into 5 from here on") == 1
+        assert problem.eval_cuts == 5
     longest = int(job.validation.lengths.max())
     monkeypatch.setattr(CohortModel, "_run", short_of_memory(longest - 1))
     with pytest.raises(RunError, match=rf"a sample of {longest} tokens alone does not fit.*lower data\.max_length"):
         problem.logits(x, job.validation)
+
+
+def test_a_run_says_once_that_evaluation_stepped_down_and_records_it(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All 40 samples are one batch, of which a third fits; a run that is resumed does not try the whole one again."""
+    folder, longest = tmp_path / "run", int(assembled(tiny).validation.lengths.max())
+    monkeypatch.setattr(CohortModel, "_run", short_of_memory(14 * longest))
+    found = run_recipe(tiny / "recipe.yaml", [], folder).result
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("do not fit into memory") == 1
+    assert "round 1: the batches of the evaluation do not fit into memory; they are cut into 4 from here on" in said
+    assert found["machine"]["stepped_down"] == [{"round": 1, "eval_cuts": 4}]
+
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "000004")
+    again = run_recipe(tiny / "recipe.yaml", [], folder).result
+    assert (again["final"], again["machine"]["stepped_down"]) == (found["final"], found["machine"]["stepped_down"])
+    assert "do not fit" not in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -14,9 +14,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from fedllm.crew import Captain
 from fedllm.errors import RunError
 from fedllm.processes import Links, StoppedError, _stop
 from fedllm.rounds import Plan, round_info, run_round, sample, start
+from fedllm.tokens import Tokens
 from fedllm.training import deal
 
 REPO = Path(__file__).resolve().parents[1]
@@ -148,7 +150,8 @@ def test_a_clients_failure_in_another_process_is_named(tiny: Path, tmp_path: Pat
 
 def test_memory_that_gives_out_in_one_process_makes_all_cohorts_smaller(tiny: Path, tmp_path: Path) -> None:
     """Four clients each; from round 2 on process 1 has room for two, in its forward pass, and says so by torch's own
-    error. Process 0, which has room, goes on with two from round 3 on; the result is that of one process."""
+    error. Process 0, which has room, goes on with two from round 3 on; the result is that of one process. Evaluation,
+    of 40 samples, has room for ten there."""
     more = ["federation={rounds: 3, clients_per_round: 8}"]
     folder = tmp_path / "crowded"
     words = [str(tiny / "recipe.yaml"), f"run.dir={folder}", *OVERRIDES, *more]
@@ -161,10 +164,12 @@ def test_memory_that_gives_out_in_one_process_makes_all_cohorts_smaller(tiny: Pa
     }
     assert cohorts == {(0, 1): [4], (1, 1): [4], (0, 2): [4], (1, 2): [4, 2, 2], (0, 3): [2, 2], (1, 3): [2, 2]}
     said = " ".join(done.stdout.split())
-    assert said.count("do not fit into memory") == 1
+    assert said.count("do not fit into memory") == 2
+    assert "round 2: the batches of the evaluation do not fit into memory; they are cut into 4 from here on" in said
     assert "round 2: cohorts of 8 do not fit into memory; that round was done with cohorts of 2" in said
     machine = json.loads((folder / "result.json").read_text())["machine"]
-    assert (machine["cohort"], machine["stepped_down"]) == (2, [{"round": 2, "cohort": 2}])
+    assert machine["cohort"] == 2
+    assert machine["stepped_down"] == [{"round": 2, "cohort": 2}, {"round": 2, "eval_cuts": 4}]
 
     threads = torch.get_num_threads()
     alone = run_recipe(tiny / "recipe.yaml", [*OVERRIDES, *more], tmp_path / "alone")
@@ -223,15 +228,26 @@ def captain() -> tuple[Captain, Links]:
     return Captain(Links({1: ours}, 2)), Links({0: theirs}, 2)
 
 
-def zeros(part: int, parts: int) -> Tensor:
-    return torch.zeros(2, 1)
+class Evaluated:
+    """In place of a LoraProblem: zeros for the logits of two samples, after `first`, if there is one to call."""
+
+    def __init__(self, first: Callable[[], None] = lambda: None) -> None:
+        self.eval_cuts, self._first = 1, first
+
+    def logits(self, x: Tensor, tokens: Tokens, part: int = 0, parts: int = 1) -> Tensor:
+        self._first()
+        return torch.zeros(2, 1)
+
+
+def logits(crew: Captain, problem: Any) -> Tensor:
+    return crew.logits(problem, torch.zeros(3), cast("Tokens", None))
 
 
 def test_a_silent_process_is_waited_for_only_so_long() -> None:
     crew, _worker = captain()
     crew._links.timeout = 0.05
     with pytest.raises(RunError, match=r"no answer for 0.05 s \(run.timeout\): process 1 was evaluating"):
-        crew.logits(torch.zeros(3), zeros)
+        logits(crew, Evaluated())
 
 
 def test_a_late_answer_is_not_taken_for_another_one() -> None:
@@ -240,17 +256,17 @@ def test_a_late_answer_is_not_taken_for_another_one() -> None:
 
     def answer(value: float) -> None:
         head, _ = worker.receive(0)
-        worker.send(0, {"call": head["call"]}, {"logits": torch.full((2, 1), value)})
+        worker.send(0, {"call": head["call"], "cuts": 1}, {"logits": torch.full((2, 1), value)})
 
-    def fail(part: int, parts: int) -> Tensor:
+    def fail() -> None:
         raise RunError("our own part")
 
     with pytest.raises(RunError, match="our own part"):
-        crew.logits(torch.zeros(3), fail)
+        logits(crew, Evaluated(fail))
     answers: Sequence[float] = (1.0, 2.0)
     thread = threading.Thread(target=lambda: [answer(value) for value in answers])
     thread.start()
-    assert crew.logits(torch.zeros(3), zeros).tolist() == [[2.0], [2.0]]
+    assert logits(crew, Evaluated()).tolist() == [[2.0], [2.0]]
     thread.join()
 
 
@@ -258,15 +274,14 @@ def test_a_lost_process_is_named_though_the_launcher_stops_this_one_meanwhile() 
     """torchrun sends SIGTERM to the others when a process dies: before rank 0 has looked, or just after it has."""
     crew, worker = captain()
 
-    def lose(part: int, parts: int) -> Tensor:
+    def lose() -> None:
         worker.close()
         os.kill(os.getpid(), signal.SIGTERM)
-        return zeros(part, parts)
 
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         with pytest.raises(StoppedError, match=r"process 1 ended without a word .* while evaluating"):
-            crew.logits(torch.zeros(3), lose)
+            logits(crew, Evaluated(lose))
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
