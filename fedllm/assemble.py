@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from peft import PeftModel
-from rich.table import Table
+from rich.table import Column, Table
 
 from fedllm.algorithms import Algorithm
 from fedllm.algorithms.base import RoundInfo
@@ -28,7 +28,7 @@ from fedllm.lora import attach_lora
 from fedllm.lora_problem import LoraProblem
 from fedllm.metrics import metric_for
 from fedllm.models import Backbone, load_backbone
-from fedllm.partition import get_partition
+from fedllm.partition import digest, get_partition
 from fedllm.processes import local_size, size
 from fedllm.quantised import frozen_size
 from fedllm.recipe import Recipe
@@ -69,6 +69,12 @@ class Job:
     problem: LoraProblem
     info: RoundInfo
     cohort: int
+
+    @property
+    def data(self) -> dict[str, str]:
+        """Digests of what a result depends on beside the recipe: training and validation split, and who holds what."""
+        validation = self.task.validation.fingerprint()
+        return {"training": self.task.fingerprint, "validation": validation, "partition": digest(self.parts)}
 
 
 class Shelf:
@@ -255,7 +261,7 @@ def plan_table(job: Job) -> Table:
         "rows": _rows(job),
         "run folder": str(run_folder(recipe)),
     }
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", value)
     return table
@@ -277,7 +283,7 @@ def _vectors(job: Job) -> str:
 
 def run_folder(recipe: Recipe) -> Path:
     """Where a recipe's run lives: run.dir, or runs/<recipe>-s<seed>."""
-    return Path(recipe.run.dir or f"runs/{recipe.name}-s{recipe.run.seed}")
+    return Path(recipe.run.dir or f"runs/{recipe.name}-s{recipe.run.seed}").expanduser()
 
 
 def with_dir(recipe: Recipe, folder: str | Path | None) -> Recipe:

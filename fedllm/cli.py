@@ -37,8 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except RunError as error:
         return _fail(error, 1)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        what = f"{error.filename}: cannot be used ({error.strerror})"
+        return _fail(UserError(f"{what}; look at what is there and who may write to it, or name another place"), 2)
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        resumed = "; the same command goes on where it was" if handler in (_run, _sweep, _suite) else ""
+        print(f"\ninterrupted{resumed}", file=sys.stderr)
         return 130
 
 
@@ -250,7 +256,6 @@ def _partition(arguments: argparse.Namespace) -> int:
     task = load_task(recipe.data, recipe.run.local_hub)
     parts = get_partition(recipe.partition, task)
     path = arguments.out or Path("partitions") / partition_name(recipe.partition, task)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_partition(path, parts, recipe.partition, task)
     sizes = sorted(map(len, parts))
     say(f"{path}: {len(parts)} clients, {sizes[0]:,} to {sizes[-1]:,} samples, {sum(sizes):,} in all")
@@ -305,7 +310,7 @@ def _hessian(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     from fedllm.console import say
-    from fedllm.run import export_adapter
+    from fedllm.run_export import export_adapter
 
     say(f"adapter written to {export_adapter(arguments.run, arguments.out)}")
     return 0

@@ -20,6 +20,7 @@ from fedllm.profile import section
 from fedllm.training import Share, under
 
 if TYPE_CHECKING:
+    from fedllm.assemble import Job
     from fedllm.lora_problem import LoraProblem
     from fedllm.recipe import Recipe
     from fedllm.rounds import Federation
@@ -34,7 +35,7 @@ class Crew:
 
     size = 1
 
-    def assemble(self, recipe: Recipe, build: Callable[[], T]) -> T:
+    def assemble(self, recipe: Recipe, build: Callable[[], Job]) -> Job:
         """What `build` gives, once every process has built the same from the recipe."""
         return build()
 
@@ -84,10 +85,18 @@ class Captain(Crew):
     def check(self) -> None:
         self._collect(0.0)
 
-    def assemble(self, recipe: Recipe, build: Callable[[], T]) -> T:
+    def assemble(self, recipe: Recipe, build: Callable[[], Job]) -> Job:
         self._links.timeout = recipe.run.timeout
         head = {"do": "assemble", "sections": recipe.sections()}
-        built, _ = self._together(build, {rank: (head, {}) for rank in self._ranks}, lambda rank: "preparing the run")
+        tasks: dict[int, Message] = {rank: (head, {}) for rank in self._ranks}
+        built, replies = self._together(build, tasks, lambda rank: "preparing the run")
+        data = built.data
+        for rank, (answer, _) in replies.items():
+            if other := [name for name in data if answer["data"][name] != data[name]]:
+                raise UserError(
+                    f"process {rank} read other data than process 0 (it differs in: {', '.join(other)}); every machine "
+                    f"must find the same files under the names in the recipe"
+                )
         return built
 
     def train(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from fedllm.errors import UserError
 from fedllm.tables import Table
 
 KEY = "data.label"
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Coding:
         """A column as int64 ids or float32 targets [n]. Raises UserError naming the first row that does not fit."""
         values = table.column(label, KEY)
         if not self.names:
-            codes = [float(v) if type(v) in (int, float) and math.isfinite(v) else None for v in values]
-            expected = "a finite number"
+            codes = [float(v) if type(v) in (int, float) and abs(v) <= _LARGEST else None for v in values]
+            expected = f"a finite number of at most {_LARGEST:.3g}, which is float32's largest"
         elif self.declared:
             codes = [v if type(v) is int and 0 <= v < len(self.names) else None for v in values]
             expected = f"a class from 0 to {len(self.names) - 1} (data sets mark unlabelled rows by -1)"
@@ -60,9 +60,12 @@ def learn_coding(table: Table, label: str) -> Coding:
     if not numeric and kinds not in ({str}, {bool}):
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise UserError(f"{where}: found values of type {found}; expected text, whole numbers or numbers")
-    if numeric and not all(float(value).is_integer() for value in values):
+    if numeric and not all(type(value) is int or value.is_integer() for value in values):
         return Coding(())
     names = tuple(map(_class_name, sorted(set(values))))
+    for row, name in enumerate(map(_class_name, values), 1):
+        if not name.strip() or name.encode("utf-8", "replace").decode() != name:
+            raise UserError(f"{where}, row {row}: found {name!r}, expected a class's name in readable text")
     if len(names) < 2:
         raise UserError(f"{where}: every row has the label '{names[0]}'; expected two classes or more")
     if len(values) >= 100 and len(names) > len(values) / 2:

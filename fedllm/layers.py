@@ -14,6 +14,29 @@ from fedllm.errors import UserError
 Sections = dict[str, Any]
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML's own reader silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise ValueError(f"the key '{key.value}' is there twice (line {key.start_mark.line + 1})")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain data from YAML. Raises ValueError for what is not YAML, has a key twice, or nests too deeply."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except RecursionError as error:
+        raise ValueError("it nests too deeply") from error
+
+
 def read_layers(path: Path, overrides: Sequence[str] = ()) -> Sections:
     """The sections of a recipe's file over those of the file it `extends`, with overrides on top; nothing is checked.
 
@@ -39,11 +62,12 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Sections:
     if path.resolve() in seen:
         raise UserError(f"{path}: extends itself through {' -> '.join(str(file) for file in seen)}")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(f"{path}: not readable as YAML: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: found {type(values).__name__}, expected sections such as model: and algorithm:")
+        found = "nothing" if values is None else type(values).__name__
+        raise UserError(f"{path}: found {found}, expected sections such as model: and algorithm:")
     parent = values.pop("extends", None)
     if parent is None:
         return values
@@ -66,8 +90,8 @@ def _apply(values: Sections, override: str) -> None:
     if not (equals and section and bool(dot) == bool(name)):
         raise UserError(f"override '{override}': expected section.key=value, for example algorithm.lr=3e-4")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = parse_yaml(text)
+    except ValueError as error:
         raise UserError(f"override '{override}': the value is not readable as YAML: {error}") from error
     if not dot:
         values[section] = value

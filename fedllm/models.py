@@ -55,6 +55,11 @@ class Backbone:
     head: tuple[str, ...]
     max_length: int | None
 
+    @property
+    def base_name(self) -> str:
+        """What adapter_config.json names as the base: the name, or the folder for a model that a package carries."""
+        return self.name if self.source == "hub" or not self.name.startswith("package:") else str(self.source)
+
 
 @dataclass(frozen=True)
 class _Task:

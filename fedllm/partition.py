@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PartitionFile",
+    "digest",
     "get_partition",
     "partition",
     "partition_name",
@@ -88,8 +89,17 @@ class PartitionFile:
 
 
 def write_partition(path: str | Path, parts: Sequence[np.ndarray], settings: Partition, task: Task) -> None:
-    """Writes `parts`, which `settings` drew for `task`, to a partition file, whole or not at all."""
+    """Writes `parts`, which `settings` drew for `task`, to a partition file, whole or not at all.
+
+    Raises UserError where `settings` names a file, which says how they were drawn, and where a folder is in the way.
+    """
     path = Path(path)
+    if settings.file:
+        raise UserError(
+            f"partition.file={settings.file}: its clients are in it already; to draw others, set it to null"
+        )
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder, expected the name of a file to write")
     content = PartitionFile(
         format=FORMAT,
         dataset=task.name,
@@ -97,7 +107,7 @@ def write_partition(path: str | Path, parts: Sequence[np.ndarray], settings: Par
         num_samples=len(task.train),
         partition={key: getattr(settings, key) for key in ("scheme", *KEYS[settings.scheme])},
         sizes=list(map(len, parts)),
-        digest=_digest(parts),
+        digest=digest(parts),
         numpy=np.__version__,
         indices=list(map(_to_ranges, parts)) if sum(map(len, parts)) <= LISTED else None,
     )
@@ -131,7 +141,7 @@ def read_partition(path: str | Path, task: Task) -> list[np.ndarray]:
         altered = "the file was altered"
     altered += "; write it again with `fedllm partition`"
     _match(path, "sizes", [len(samples) for samples in parts], file.sizes, altered)
-    _match(path, "digest", _digest(parts), file.digest, altered)
+    _match(path, "digest", digest(parts), file.digest, altered)
     return parts
 
 
@@ -142,9 +152,11 @@ def _draw(settings: Partition, task: Task) -> list[np.ndarray]:
         if settings.column not in columns:
             raise UserError(
                 f"partition.column={settings.column}: the training split of '{task.name}' has no such column"
-                f"{nearest(str(settings.column), list(columns))}; its columns: {', '.join(columns) or 'none'}"
+                f"{nearest(str(settings.column), list(columns))}; its columns, besides those of text and label: "
+                f"{', '.join(columns) or 'none'}"
             )
         column = columns[settings.column]
+        _require_values(column, settings, task)
     return partition(
         task.train.labels,
         scheme=settings.scheme,
@@ -156,6 +168,17 @@ def _draw(settings: Partition, task: Task) -> list[np.ndarray]:
         column=column,
         shards_per_client=settings.shards_per_client,
     )
+
+
+def _require_values(column: list[Any], settings: Partition, task: Task) -> None:
+    """Names the first sample without a value by its text: held-out rows and subsets leave it no number of its own."""
+    missing = [sample for sample, value in enumerate(column) if value is None or value != value]
+    if missing:
+        raise UserError(
+            f"partition.column={settings.column}: {len(missing)} of {len(column)} training samples of '{task.name}' "
+            f"have no value, the first is {_short(task.train.texts[0][missing[0]])!r}; every sample must belong to a "
+            f"client"
+        )
 
 
 def _parse(path: Path) -> PartitionFile:
@@ -181,11 +204,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 70 else text[:67] + "..."
 
 
-def _digest(parts: Sequence[np.ndarray]) -> str:
-    digest = hashlib.sha256()
+def digest(parts: Sequence[np.ndarray]) -> str:
+    """sha256 of who holds which samples, the same on every machine."""
+    found = hashlib.sha256()
     for samples in parts:
-        digest.update(np.array([len(samples)], "<i8").tobytes() + samples.astype("<i8").tobytes())
-    return digest.hexdigest()
+        found.update(np.array([len(samples)], "<i8").tobytes() + samples.astype("<i8").tobytes())
+    return found.hexdigest()
 
 
 def _to_ranges(samples: np.ndarray) -> str:

@@ -15,6 +15,8 @@ from fedllm.errors import UserError
 from fedllm.layers import read_layers
 from fedllm.settings import build, describe, keys, nearest, setting
 
+MOST_THREADS = 1024
+
 
 @dataclass(frozen=True)
 class Model:
@@ -80,6 +82,10 @@ class Federation:
 
     def __post_init__(self) -> None:
         _positive(self, "rounds", "clients_per_round", "min_clients")
+        if self.min_clients > self.clients_per_round:
+            raise UserError(
+                f"min_clients: found {self.min_clients}, expected at most clients_per_round={self.clients_per_round}"
+            )
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,11 @@ class Eval:
 
     def __post_init__(self) -> None:
         _positive(self, "every")
+        if self.stop_at_target and not self.target:
+            raise UserError("stop_at_target: found true without a target, expected one such as {accuracy: 0.8}")
+        for name, value in (self.target or {}).items():
+            if value > 1:
+                raise UserError(f"target: found {name}: {value:g}, expected at most 1, where every metric ends")
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,8 @@ class Run:
 
     def __post_init__(self) -> None:
         _positive(self, "threads", "cohort", "shares", "slices", "timeout", "checkpoint_every")
+        if self.threads and self.threads > MOST_THREADS:
+            raise UserError(f"threads: found {self.threads}, expected at most {MOST_THREADS}")
 
 
 @dataclass(frozen=True)
@@ -200,14 +213,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises UserError naming file, key, what was found and what was expected, before any model is loaded.
     """
     path = Path(path)
-    return make_recipe(read_layers(path, overrides), path.stem, str(path))
+    values = read_layers(path, overrides)
+    try:
+        return make_recipe(values, path.stem, str(path))
+    except UserError as error:
+        for override in overrides:
+            key = override.partition("=")[0].strip()
+            if str(error).startswith(f"{path}: {key}: "):
+                raise UserError(f"{error} (given as the override '{override}')") from None
+        raise
 
 
 def make_recipe(values: Mapping[str, Any], name: str, where: str) -> Recipe:
     """A recipe from plain data, such as Recipe.sections gives. where: how errors name its place."""
     for section in values:
         if section not in (*_SECTIONS, "algorithms"):
-            known = nearest(str(section), [*_SECTIONS, "algorithms"])
+            inside = [f"{name}.{section}" for name, cls in SECTION_TYPES.items() if section in keys(cls)]
+            known = f" (did you mean '{inside[0]}'?)" if inside else nearest(str(section), [*_SECTIONS, "algorithms"])
             raise UserError(f"{where}: unknown section '{section}'{known}; known sections: {', '.join(_SECTIONS)}")
         if not isinstance(values[section], Mapping):
             raise UserError(f"{where}: {section}: found {values[section]!r}, expected keys and values")

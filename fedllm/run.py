@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fedllm.assemble import Job, Shelf, assemble, plan_table, run_folder, with_dir
 from fedllm.console import RoundProgress, console, say, stage, warn
 from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.export import save_adapter
+from fedllm.layers import parse_yaml
 from fedllm.metrics import metric_for
 from fedllm.profile import Profile, end_round, running, section
 from fedllm.recipe import CHOSEN_KEYS, FREE_KEYS, Recipe, load_recipe
@@ -72,6 +71,8 @@ def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None, *,
     snapshot = checkpoints.latest()
     chosen = _as_before(recipe, snapshot)
     job = crew.assemble(chosen, lambda: assemble(chosen, shelf, crew.size))
+    if snapshot:
+        _check_data(job, snapshot, folder)
     for note in job.task.notes:
         say(note, "dim")
     try:
@@ -101,20 +102,34 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
     if recipe.run.resume == "never":
         raise UserError(f"{folder} holds a run, and run.resume=never asks for a new one; choose another run.dir")
     try:
-        before = yaml.safe_load(saved.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        before = parse_yaml(saved.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(f"{saved}: not readable ({error}); choose another run.dir") from error
+    if not (isinstance(before, dict) and all(isinstance(keys, dict) for keys in before.values())):
+        raise UserError(f"{saved}: is no recipe that fedllm wrote; choose another run.dir")
     free = FREE_KEYS | {("run", key) for key in CHOSEN_KEYS}
     differing = [
         f"{section}.{key}: {old.get(key)!r} there, {values.get(key)!r} here"
-        for section, values in yaml.safe_load(recipe.yaml()).items()
-        for old in [(before or {}).get(section, {})]
+        for section, values in parse_yaml(recipe.yaml()).items()
+        for old in [before.get(section, {})]
         for key in {*values, *old}
         if (section, key) not in free and old.get(key) != values.get(key)
     ]
     if differing:
         listed = "\n  ".join(sorted(differing))
         raise UserError(f"{folder} holds the run of another recipe; choose another run.dir. They differ in\n  {listed}")
+
+
+def _check_data(job: Job, snapshot: Snapshot, folder: Path) -> None:
+    """Refuses to go on with other data than the run began with."""
+    data = job.data
+    for name, before in snapshot.facts.get("data", {}).items():
+        if data[name] != before:
+            what = "partition: its clients hold other samples" if name == "partition" else f"{name} split"
+            raise UserError(
+                f"{folder}: the run began with another {what} (sha256 {before[:12]}, now {data[name][:12]}); put "
+                f"the data back as they were, or choose another run.dir"
+            )
 
 
 def _as_before(recipe: Recipe, snapshot: Snapshot | None) -> Recipe:
@@ -143,6 +158,8 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
             "shares": shares,
             "threads": job.machine.threads,
             "precision": job.machine.precision,
+            "data": job.data,
+            "labels": list(job.task.label_names),
             "start": start_costs(job, time.perf_counter() - began),
         }
         return federation, [], facts
@@ -251,7 +268,7 @@ def _finish(
     """Leaves adapter, picture and result.json, in this order: a result.json says that all of it is there."""
     job.problem.space.scatter(job.model, federation.x)
     try:
-        save_adapter(job.model, folder / "adapter", _base_name(job), job.backbone.tokenizer)
+        save_adapter(job.model, folder / "adapter", job.backbone.base_name, job.backbone.tokenizer)
         result = run_result(job, federation, metrics, facts)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")
         picture = _plot(folder)
@@ -270,28 +287,6 @@ def _plot(folder: Path) -> Path:
     from fedllm.run_plot import plot_run
 
     return plot_run(folder)
-
-
-def _base_name(job: Job) -> str:
-    """What adapter_config.json names as the base: the hub's name, or the folder for a model that a package carries."""
-    source = job.backbone.source
-    return job.backbone.name if isinstance(source, str) or not job.backbone.name.startswith("package:") else str(source)
-
-
-def export_adapter(folder: Path, out: Path | None = None) -> Path:
-    """Writes the adapter of a run's newest good checkpoint, finished or not, to `out`, default <run>/adapter."""
-    if not (folder / "recipe.yaml").is_file():
-        raise UserError(f"{folder}: not a run folder (it has no recipe.yaml)")
-    checkpoints = Checkpoints(folder / "checkpoints", warn)
-    snapshot = checkpoints.latest()
-    if snapshot is None:
-        raise UserError(f"{folder}: has no whole checkpoint to export")
-    job = assemble(load_recipe(folder / "recipe.yaml"))
-    federation = blank(job.algorithm, job.problem, job.info)
-    snapshot.restore(federation)
-    job.problem.space.scatter(job.model, federation.x)
-    job.problem.release()
-    return save_adapter(job.model, out or folder / "adapter", _base_name(job), job.backbone.tokenizer)
 
 
 def _read(folder: Path) -> RunResult:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fedllm.errors import UserError
 
 T = TypeVar("T")
+_WHOLE = re.compile(r"\s*[+-]?\d+\s*")
 _NUMBER = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -61,19 +64,17 @@ class MismatchError(Exception):
 
 
 def _number(value: Any, kind: type) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, Real | str):
         raise MismatchError
     try:
+        if kind is int and (isinstance(value, Integral) or (isinstance(value, str) and _WHOLE.fullmatch(value))):
+            return int(value)
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise MismatchError from None
-    if not math.isfinite(number):
+    if not math.isfinite(number) or (kind is int and number != int(number)):
         raise MismatchError
-    if kind is float:
-        return number
-    if number != int(number):
-        raise MismatchError
-    return int(value) if isinstance(value, str) and value.strip().lstrip("+-").isdigit() else int(number)
+    return kind(number)
 
 
 def coerce(value: Any, annotation: Any) -> Any:

@@ -11,13 +11,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fedllm.assemble import Shelf, with_dir
 from fedllm.console import say, warn
 from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.folders import load_run
+from fedllm.layers import parse_yaml
 from fedllm.processes import StoppedError
 from fedllm.recipe import Recipe, load_recipe
 from fedllm.report import report
@@ -76,10 +75,10 @@ def load_grid(path: str | Path) -> Grid:
     """The grid in a YAML file. Raises UserError naming file, key, what was found and what was expected."""
     path = Path(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not readable as YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: found {type(values).__name__}, expected keys such as grid: and seeds:")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pa_compute
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 
@@ -74,7 +75,8 @@ def read_table(path: Path, text: Sequence[str] = ()) -> Table:
     """A .csv, .tsv, .json, .jsonl or .parquet file, or a folder with one folder of .txt files per class.
 
     CSV: UTF-8, a header line, then rows; an unquoted empty cell is missing; a column whose every cell is a number holds
-    numbers, unless `text` names it. JSON: one object a line, or one list of objects.
+    numbers, unless `text` names it or a cell begins with a needless zero, as ids such as 007 do. JSON: one object a
+    line, or one list of objects.
     Raises UserError for another kind of file, one that does not parse, and one without rows.
     """
     if path.is_dir():
@@ -90,6 +92,8 @@ def read_table(path: Path, text: Sequence[str] = ()) -> Table:
         columns = reader(path, text)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: not a readable {path.suffix} file: its values nest too deeply") from error
     except (ValueError, OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: not a readable {path.suffix} file: {error}") from error
     table = Table(str(path), columns)
@@ -107,20 +111,37 @@ def _columns(table: pa.Table) -> Columns:
 
 
 def _read_csv(path: Path, text: Sequence[str]) -> Columns:
-    whole_file = min(path.stat().st_size + 1, 2**31 - 1)  # one block: a column's type is known only at its last row
-    return _columns(
-        pa_csv.read_csv(
-            path,
-            pa_csv.ReadOptions(block_size=whole_file),
-            pa_csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True),
-            pa_csv.ConvertOptions(
-                column_types=dict.fromkeys(text, pa.string()),
-                null_values=[""],
-                strings_can_be_null=True,
-                quoted_strings_can_be_null=False,
-            ),
-        )
+    content = path.read_bytes()
+    content.decode("utf-8")  # here, where the byte that is not can be named
+    table = _parse_csv(content, path, text)
+    columns, numbers = _columns(table), _numeric(table)
+    written = _parse_csv(content, path, numbers)
+    return columns | {name: written[name].to_pylist() for name in numbers if _has_needless_zero(written[name])}
+
+
+def _parse_csv(content: bytes, path: Path, text: Sequence[str]) -> pa.Table:
+    """A CSV with the columns `text` as they are written, and the others as what they seem to hold."""
+    return pa_csv.read_csv(
+        pa.BufferReader(content),
+        # One block: a column's type is known only at its last row. One thread: errors then name the row.
+        pa_csv.ReadOptions(block_size=min(len(content) + 1, 2**31 - 1), use_threads=False),
+        pa_csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True),
+        pa_csv.ConvertOptions(
+            column_types=dict.fromkeys(text, pa.string()),
+            null_values=[""],
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+        ),
     )
+
+
+def _numeric(table: pa.Table) -> list[str]:
+    kinds = zip(table.column_names, table.schema.types, strict=True)
+    return [name for name, kind in kinds if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
+
+
+def _has_needless_zero(written: pa.ChunkedArray) -> bool:
+    return bool(pa_compute.any(pa_compute.match_substring_regex(written, r"^\s*[+-]?0[0-9]")).as_py())
 
 
 def _read_json(path: Path, _: Sequence[str]) -> Columns:

@@ -48,7 +48,7 @@ class _Worker:
                 recipe = make_recipe(head["sections"], "recipe", "recipe")
                 self._job = None
                 self._job = assemble(recipe, shelf=self._shelf, processes=self._links.size)
-                return {}, {}
+                return {"data": self._job.data}, {}
             assert self._job is not None
             tasks: dict[str, Callable[..., Message]] = {
                 "train": self._train, "gradients": self._gradients, "logits": self._logits

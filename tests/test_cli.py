@@ -156,6 +156,21 @@ def test_partition_file_is_written_and_verified_by_a_run(
     assert "p.json" in error
 
 
+def test_an_output_that_cannot_be_written_ends_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    inside = str(tmp_path / "file" / "inside")
+    assert main(["run", recipe, f"run.dir={tmp_path / 'run'}", "federation.rounds=1"]) == 0
+    for words in (
+        ["partition", recipe, "--out", inside],
+        ["export", str(tmp_path / "run"), "--out", inside],
+    ):
+        said = fails(capsys, *words)
+        assert str(tmp_path / "file") in said
+        assert "cannot be used (" in said
+
+
 def test_blocks_algorithms_doctor_and_help(capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
     assert main(["blocks", str(tiny / "bert"), "--rank", "2"]) == 0
     assert "query" in capsys.readouterr().out

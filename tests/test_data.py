@@ -133,11 +133,19 @@ def test_splits_may_be_of_different_formats(tmp_path):
         ("t.csv", "text,lable\na,b\n", ["data.label", "no column 'label'", "did you mean 'lable'"]),
         ("t.csv", "text,label\na,b\n,c\n", ["row 2", "'text'", "missing"]),
         ("t.csv", "text,label\na,\nb,c\n", ["row 1", "'label'", "missing"]),
-        ("t.csv", "text,label\na,b,c\n", ["t.csv", "Expected 2 columns, got 3"]),
+        ("t.csv", "text,label\na,b,c\n", ["t.csv", "Row #2: Expected 2 columns, got 3"]),
         ("t.csv", "text,text,label\na,b,c\n", ["t.csv", "'text'", "more than once"]),
         ("t.csv", "text,label\na,b\nc,b\n", ["'label'", "every row has the label 'b'"]),
         ("t.csv", "text,label\n" + "".join(f"t,l{i}\n" for i in range(100)), ["'label'", "100 classes in 100 rows"]),
-        ("t.csv", b"text,label\n\xff\xfe,b\n", ["t.csv", "UTF8"]),
+        ("t.csv", b"text,label\n\xff\xfe,b\n", ["t.csv", "not UTF-8 text (byte 11); save it as UTF-8"]),
+        ("t.csv", 'text,label\na,b\nc,""\n', ["t.csv", "'label', row 2: found ''", "a class's name"]),
+        ("t.csv", "text,label\na,0.5\nc,1e39\n", ["row 2", "found 1e+39", "float32's largest"]),
+        (
+            "t.jsonl",
+            '{"text": "a", "label": "x"}\n{"text": "b", "label": "\\ud83d"}',
+            ["'label', row 2", "readable text"],
+        ),
+        ("t.json", 5000 * "[" + 5000 * "]", ["t.json", "nest too deeply"]),
         ("t.jsonl", b'{"text": "\xff"}', ["t.jsonl", "UTF-8", "byte 10"]),
         ("t.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', ["row 2", "'label'", "missing"]),
         ("t.jsonl", '{"text": "a", "label": 1}\n\n{"text": \n', ["t.jsonl", "line 3"]),
@@ -160,6 +168,16 @@ def test_bad_files_are_named(tmp_path, file, content, named):
     with pytest.raises(UserError) as error:
         load_task(Data(train=str(tmp_path / Path(file).parts[0])))
     assert all(part in str(error.value) for part in named), error.value
+
+
+def test_ids_keep_their_zeros(tmp_path):
+    rows = [("one", 1, "007"), ("two", 0, "7"), ("three", 1, "08"), ("four", 0, "8")]
+    columns = task_of(tmp_path / "t.csv", rows, ("text", "label", "site"), holdout=0.25).train.columns
+    assert set(columns["site"]) < {"007", "7", "08", "8"}
+    coded = task_of(tmp_path / "t.csv", [("a", "001"), ("b", "1"), ("c", "001"), ("d", "1")], holdout=0.5)
+    assert coded.label_names == ("001", "1")
+    plain = task_of(tmp_path / "t.csv", [(f"t{row}", 0.5 + row, 0.25) for row in range(4)], ("text", "label", "site"))
+    assert (plain.regression, set(plain.train.columns["site"])) == (True, {0.25})
 
 
 def test_validation_labels_must_be_of_the_training_split(tmp_path):

@@ -247,6 +247,23 @@ def test_file_round_trip(tmp_path, section, n):
     assert [file.name for file in path.parent.iterdir()] == ["p.json"]
 
 
+def test_a_sample_without_a_client_is_named_by_its_text():
+    task = make_task(6, site=["a", "b", "a", None, "b", None])
+    said = r"partition.column=site: 2 of 6 training samples of 'glue/qqp' have no value, the first is 'text 3'"
+    with pytest.raises(UserError, match=said):
+        get_partition(Partition(scheme="by_column", clients=None, column="site"), task)
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    task = make_task()
+    parts = write(tmp_path / "p.json", task, Partition(clients=3))
+    with pytest.raises(UserError, match=r"partition.file=p.json: its clients are in it already"):
+        write_partition(tmp_path / "q.json", parts, Partition(file="p.json", scheme="iid", clients=7), task)
+    with pytest.raises(UserError, match="is a folder, expected the name of a file"):
+        write_partition(tmp_path, parts, Partition(clients=3), task)
+    assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     task, path = make_task(), tmp_path / "p.json"
     write(path, task, Partition(clients=3))

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,9 +26,10 @@ from adapters import assert_close, same_bits
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedllm import QuadraticProblem, load_algorithm, run_recipe
+from fedllm import QuadraticProblem, load_algorithm, load_recipe, run_recipe
+from fedllm.assemble import Job
 from fedllm.crew import Captain
-from fedllm.errors import RunError
+from fedllm.errors import RunError, UserError
 from fedllm.processes import Links, StoppedError, _stop
 from fedllm.rounds import Plan, round_info, run_round, sample, start
 from fedllm.tokens import Tokens
@@ -248,6 +250,22 @@ def test_a_silent_process_is_waited_for_only_so_long() -> None:
     crew._links.timeout = 0.05
     with pytest.raises(RunError, match=r"no answer for 0.05 s \(run.timeout\): process 1 was evaluating"):
         logits(crew, Evaluated())
+
+
+def test_processes_must_have_read_the_same_data() -> None:
+    crew, worker = captain()
+
+    def answer() -> None:
+        head, _ = worker.receive(0)
+        worker.send(0, {"call": head["call"], "data": {"training": "b", "validation": "a"}}, {})
+
+    job = SimpleNamespace(data={"training": "a", "validation": "a"})
+    recipe = load_recipe(REPO / "recipes" / "quickstart.yaml")
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(UserError, match=r"process 1 read other data than process 0 \(it differs in: training\)"):
+        crew.assemble(recipe, lambda: cast("Job", job))
+    thread.join()
 
 
 def test_a_late_answer_is_not_taken_for_another_one() -> None:

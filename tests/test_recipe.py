@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from fedllm import load_recipe
+from fedllm import load_algorithm, load_recipe
 from fedllm.errors import UserError
 from fedllm.recipe import SECTION_TYPES, help_text
 
@@ -134,7 +135,18 @@ def test_mistakes_in_the_table_of_algorithms_are_named(tmp_path: Path, table: st
         ("local={epochs: 1, steps: 2}", r"local.steps: found both epochs=1 and steps=2"),
         ("run.cohort=big", r"run.cohort: found 'big', expected a whole number or one of: auto"),
         ("data.name=null", r"data.name: missing"),
-        ("rounds=3", r"unknown section 'rounds'"),
+        ("rounds=3", r"unknown section 'rounds' \(did you mean 'federation.rounds'\?\)"),
+        ("run.seed=", r"r.yaml: run.seed: found None, expected a whole number \(given as the override 'run.seed='\)"),
+        ("run.seed=" + 400 * "9" + ".0", r"run.seed: found inf, expected a whole number"),
+        ("run.threads=100000", r"run.threads: found 100000, expected at most 1024"),
+        ("algorithm.lr=2021-99-99", r"override 'algorithm.lr=2021-99-99': the value is not readable as YAML: month"),
+        ("lora={rank: 1, rank: 2}", r"override 'lora=.*: the key 'rank' is there twice \(line 1\)"),
+        (
+            "federation={clients_per_round: 2, min_clients: 3}",
+            r"min_clients: found 3, expected at most clients_per_round",
+        ),
+        ("eval.target={accuracy: 80}", r"eval.target: found accuracy: 80, expected at most 1"),
+        ("eval.stop_at_target=true", r"eval.stop_at_target: found true without a target"),
         ("federation", r"override 'federation': expected section.key=value"),
         ("federation=3", r"federation: found 3, expected keys and values"),
     ],
@@ -142,6 +154,29 @@ def test_mistakes_in_the_table_of_algorithms_are_named(tmp_path: Path, table: st
 def test_mistakes_are_named(tmp_path: Path, override: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_recipe(write(tmp_path, SMALL), [override])
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"r.yaml: not readable as YAML: the key 'algorithm' is there twice"):
+        load_recipe(write(tmp_path, SMALL + "algorithm: {name: fedavg}\n"))
+    merged = load_recipe(write(tmp_path, SMALL + "lora: {<<: {rank: 3, alpha: 5}, rank: 4}\n"))
+    assert (merged.lora.rank, merged.lora.alpha) == (4, 5)
+
+
+def test_what_nests_too_deeply_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"r.yaml: not readable as YAML: it nests too deeply"):
+        load_recipe(write(tmp_path, f"data: {5000 * '['}{5000 * ']'}\n"))
+
+
+@pytest.mark.parametrize("seed", ["9007199254740993", "99999999999999999999999999", "'9007199254740993'", "7.0"])
+def test_whole_numbers_are_taken_as_they_are(tmp_path: Path, seed: str) -> None:
+    recipe = load_recipe(write(tmp_path, SMALL), [f"run.seed={seed}"])
+    assert str(recipe.run.seed) == seed.strip("'").removesuffix(".0")
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    alg = load_algorithm("fadamgc", lr=np.float32(0.5), warmup_rounds=np.int64(3))
+    assert (alg.lr, alg.warmup_rounds, type(alg.warmup_rounds)) == (0.5, 3, int)
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:

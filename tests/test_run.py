@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,13 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fedllm import load_recipe, run_recipe, state
+from fedllm.cli import main
 from fedllm.costs import traffic
 from fedllm.data import load_task
 from fedllm.errors import RunError, UserError
 from fedllm.lora_problem import LoraProblem
-from fedllm.run import RunResult, export_adapter
+from fedllm.run import RunResult
+from fedllm.run_export import export_adapter
 from fedllm.state import Checkpoints
 
 REPO = Path(__file__).resolve().parents[1]
@@ -246,6 +249,69 @@ def test_export_writes_the_newest_checkpoints_adapter(finished: RunResult, tmp_p
     out = export_adapter(finished.folder, tmp_path / "out")
     exported, saved = load_file(out / "adapter_model.safetensors"), adapter(finished.folder)
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
+
+
+def test_export_needs_no_data(finished: RunResult, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished.folder, tmp_path / "run")
+    recipe = (folder / "recipe.yaml").read_text()
+    assert "train.csv" in recipe
+    (folder / "recipe.yaml").write_text(recipe.replace("train.csv", "gone.csv"))
+    out = export_adapter(folder, tmp_path / "out")
+    exported, saved = load_file(out / "adapter_model.safetensors"), adapter(finished.folder)
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
+    assert (out / "labels.json").read_text() == (finished.folder / "adapter" / "labels.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(",1,", ",2,").replace(",0,", ",1,").replace(",2,", ",0,"),
+        lambda text: text[: text.rindex("red")],
+    ],
+)
+def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path, change: Callable[[str], str]) -> None:
+    """All labels swapped; the last row gone."""
+    data = tmp_path / "train.csv"
+    text = (tiny / "train.csv").read_text()
+    data.write_text(text)
+    words = [f"data.train={data}", "federation.rounds=1"]
+    folder = run_recipe(tiny / "recipe.yaml", words, tmp_path / "run").folder
+    (folder / "result.json").unlink()
+    before = (folder / "partition.json").read_bytes()
+    data.write_text(change(text))
+    with pytest.raises(UserError, match=r"the run began with another training split .* put the data back"):
+        run_recipe(tiny / "recipe.yaml", words, folder)
+    assert (folder / "partition.json").read_bytes() == before
+
+
+def test_a_run_does_not_go_on_with_another_partition(tiny: Path, tmp_path: Path) -> None:
+    """A partition file of the same name, drawn anew."""
+    made = tmp_path / "partition.json"
+    words = [f"partition.file={made}", "federation.rounds=1"]
+    for seed in (0, 1):
+        made.unlink(missing_ok=True)
+        assert main(["partition", str(tiny / "recipe.yaml"), f"partition.seed={seed}", "--out", str(made)]) == 0
+        if seed == 0:
+            folder = run_recipe(tiny / "recipe.yaml", words, tmp_path / "run").folder
+            (folder / "result.json").unlink()
+    with pytest.raises(UserError, match="the run began with another partition: its clients hold other samples"):
+        run_recipe(tiny / "recipe.yaml", words, folder)
+
+
+def test_a_run_folder_may_lie_at_home(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    found = run_recipe(tiny / "recipe.yaml", ["run.dir=~/mine", "federation.rounds=1"])
+    assert found.folder == tmp_path / "mine"
+    assert (found.folder / "adapter" / "adapter_config.json").is_file()
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("text", ["- a\n", "word\n", "model: 3\n", "x: 2021-99-99\n"])
+def test_a_run_folder_with_another_ones_recipe_is_left_alone(tiny: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"recipe.yaml: .*choose another run.dir"):
+        run_recipe(tiny / "recipe.yaml", [], tmp_path)
 
 
 def test_run_stops_at_the_target_when_asked(tiny: Path, tmp_path: Path) -> None:
