@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -93,10 +94,13 @@ def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None, *,
 
 
 def _check_folder(folder: Path, recipe: Recipe) -> None:
-    """Refuses a folder that holds another recipe's run, or any run where run.resume is never."""
+    """Refuses one that cannot be written, that holds another recipe's run, or any run where run.resume is never."""
     saved = folder / "recipe.yaml"
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"run.dir={folder}: is a file, expected a folder")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"run.dir={folder}: {there} is a file, expected a folder")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"run.dir={folder}: {there} cannot be written to; choose another run.dir")
     if not saved.is_file():
         return
     if recipe.run.resume == "never":

@@ -28,7 +28,7 @@ from fedllm.costs import traffic
 from fedllm.data import load_task
 from fedllm.errors import RunError, UserError
 from fedllm.lora_problem import LoraProblem
-from fedllm.run import RunResult
+from fedllm.run import RunResult, dry_run
 from fedllm.run_export import export_adapter
 from fedllm.state import Checkpoints
 
@@ -305,6 +305,17 @@ def test_a_run_folder_may_lie_at_home(tiny: Path, tmp_path: Path, monkeypatch: p
     assert found.folder == tmp_path / "mine"
     assert (found.folder / "adapter" / "adapter_config.json").is_file()
     assert not (tmp_path / "~").exists()
+
+
+def test_a_run_folder_that_cannot_be_written_is_found_by_a_dry_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=rf"run.dir={tmp_path}/file/run: {tmp_path}/file is a file, expected a folder"):
+        dry_run(load_recipe(tiny / "recipe.yaml", [f"run.dir={tmp_path}/file/run"]))
+    monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != (tmp_path, os.W_OK))
+    with pytest.raises(UserError, match=rf"run.dir={tmp_path}/new/run: {tmp_path} cannot be written to"):
+        dry_run(load_recipe(tiny / "recipe.yaml", [f"run.dir={tmp_path}/new/run"]))
 
 
 @pytest.mark.parametrize("text", ["- a\n", "word\n", "model: 3\n", "x: 2021-99-99\n"])
