@@ -79,7 +79,7 @@ BROKEN = {
         "expected numbers bytes_up, bytes_down",
     ),
     "final is a number": (
-        edit("result.json", '{"accuracy": 0.8}', "0.8"),
+        edit("result.json", '"final": {', '"final": 0.8, "last": {'),
         "result.json: final is 0.8, expected a number for each metric",
     ),
     "torn in the middle": (edit("metrics.jsonl", "}\n", "\n"), "metrics.jsonl, line 1 is not JSON"),
@@ -88,11 +88,70 @@ BROKEN = {
     "no metrics": (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl has no rounds"),
     "broken recipe": (lambda folder: (folder / "recipe.yaml").write_text("a: [b"), "recipe.yaml is not YAML"),
     "another recipe": (lambda folder: (folder / "recipe.yaml").write_text("name: x"), "recipe.yaml has no sections"),
-    "cut at a line": (edit("metrics.jsonl", _line(4), ""), "metrics.jsonl ends with round 3, result.json with 4"),
+    "cut at a line": (edit("metrics.jsonl", _line(4), ""), "result.json: rounds is 4, by metrics.jsonl it is 3"),
     "a round twice": (
         edit("metrics.jsonl", '"round": 2', '"round": 1'),
-        "metrics.jsonl, line 2: round 1 after round 1",
+        "metrics.jsonl, line 2: found round 1, expected round 2",
     ),
+    "a round missing": (edit("metrics.jsonl", _line(2), ""), "line 2: found round 3, expected round 2"),
+    "the first round missing": (edit("metrics.jsonl", _line(1), ""), "line 1: found round 2, expected round 1"),
+    "rounds from 0": (edit("metrics.jsonl", '"round": 1', '"round": 0'), "line 1: found round 0, expected round 1"),
+    "bytes below 0": (edit("metrics.jsonl", '"bytes_up": 1000', '"bytes_up": -1'), "bytes_up is -1, expected a number"),
+    "endless seconds": (edit("metrics.jsonl", '"seconds": 2.0', '"seconds": Infinity'), "seconds is inf, expected a"),
+    "time runs back": (
+        edit("metrics.jsonl", '"simulated_seconds": 3.0', '"simulated_seconds": -3.0'),
+        "simulated_seconds is -3.0, expected a number of 0 or more",
+    ),
+    **{
+        f"accuracy {value}": (
+            edit("metrics.jsonl", '"accuracy": 0.7', f'"accuracy": {value}'),
+            f"metrics.jsonl, line 2: accuracy is {found}, expected a number or null",
+        )
+        for value, found in {"true": "True", '"0.9"': "'0.9'", "NaN": "nan", "-Infinity": "-inf"}.items()
+    },
+    "loss in words": (edit("metrics.jsonl", '"eval_loss": 0.5', '"eval_loss": "low"'), "eval_loss is 'low', expected"),
+    "no word on rejections": (edit("metrics.jsonl", '"rejected": {}', '"rejected": 0'), "rejected is 0, expected a"),
+    "another seed": (edit("result.json", '"seed": 1', '"seed": 7'), "result.json: seed is 7, recipe.yaml has 1"),
+    "another algorithm": (
+        edit("result.json", '"algorithm": "fadamgc"', '"algorithm": "fedavg"'),
+        "result.json: algorithm is 'fedavg', recipe.yaml has 'fadamgc'",
+    ),
+    "another target": (
+        edit("result.json", '"target": {"accuracy": 0.85}', '"target": {"accuracy": 0.9}'),
+        "result.json: target is {'accuracy': 0.9}, recipe.yaml has {'accuracy': 0.85}",
+    ),
+    "another final score": (
+        edit("result.json", '"final": {"accuracy": 0.8', '"final": {"accuracy": 0.81'),
+        "result.json: final is {'accuracy': 0.81, 'f1': 0.4",
+    ),
+    "another best score": (
+        edit("result.json", '{"value": 0.9, "round": 3}', '{"value": 0.9, "round": 2}'),
+        "result.json: best is {'accuracy': {'value': 0.9, 'round': 2}",
+    ),
+    "another end": (edit("result.json", '"rounds": 4', '"rounds": 5'), "rounds is 5, by metrics.jsonl it is 4"),
+    "another way to the target": (
+        edit("result.json", '"rounds_to_target": 3', '"rounds_to_target": 1'),
+        "rounds_to_target is 1, by metrics.jsonl it is 3",
+    ),
+    "other rejections": (edit("result.json", '"rejected": 0', '"rejected": 2'), "rejected is 2, by metrics.jsonl it"),
+    "another headline": (
+        edit("result.json", '"primary": "accuracy"', '"primary": "f1"'),
+        "result.json: primary is 'f1', by metrics.jsonl it is 'accuracy'",
+    ),
+    "not at its end": (edit("result.json", '"finished"', '"stopped"'), "status is 'stopped', expected 'finished'"),
+    "more bytes up": (edit("result.json", '"bytes_up": 4000', '"bytes_up": 5000'), "totals differ from the lines"),
+    "fewer bytes": (
+        edit("result.json", '"bytes_up": 4000, "bytes_down": 2000', '"bytes_up": 3000, "bytes_down": 1000'),
+        "totals differ from the lines",
+    ),
+    "more seconds": (edit("result.json", '"seconds": 8.0', '"seconds": 9.0'), "totals differ from the lines"),
+    "totals beside the start": (
+        lambda folder: (folder / "start.json").write_text(
+            '{"bytes_up": 9, "bytes_down": 9, "seconds": 0, "simulated_seconds": 0}'
+        ),
+        "result.json: totals.bytes_up is 4000, by metrics.jsonl it is 4009",
+    ),
+    "start cut": (lambda folder: (folder / "start.json").write_text("{"), "start.json is not JSON"),
     "no number of bytes": (edit("metrics.jsonl", '"bytes_up": 1000', '"bytes_up": NaN'), "bytes_up is nan, expected a"),
     "best in words": (edit("result.json", '"value": 0.9', '"value": "high"'), "expected a value and a round for each"),
     "target in words": (edit("result.json", '"target": {"accuracy": 0.85}', '"target": "high"'), "target is 'high'"),
@@ -278,8 +337,7 @@ def test_without_a_target_there_are_no_rounds_to_it(tmp_path):
 
 
 def test_traffic_is_in_megabytes(tmp_path):
-    folder = make_run(tmp_path / "a")
-    edit("result.json", '"bytes_up": 4000', '"bytes_up": 1234567890')(folder)
+    folder = make_run(tmp_path / "a", bytes_up=[1234567890, 0, 0, 0], finished=False)
     assert column(groups_of(folder), "MB up") == ["1,235"]
 
 
