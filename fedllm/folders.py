@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,19 +69,17 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """
     runs: list[Run] = []
     problems: list[str] = []
-    for folder in {path.resolve(): path for path in map(Path, folders)}.values():
+    for folder in {os.path.realpath(path): path for path in map(Path, folders)}.values():
         try:
             runs.append(load_run(folder))
         except UserError as error:
             problems.append(printable(str(error)))
-    seeds: dict[tuple[str, int], Run] = {}
-    data: dict[str, Run] = {}
-    kept = []
+    kept: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: not run.finished):
-        key = recipe_key(run.recipe)
-        twin = seeds.setdefault((key, run.seed), run)
-        sibling = data.setdefault(key, run) if run.clients else run
-        if twin is not run:
+        kin = kept.setdefault(recipe_key(run.recipe), [])
+        twin = next((other for other in kin if _stands_for(other, run)), None)
+        sibling = next((other for other in kin if other.clients), run) if run.clients else run
+        if twin:
             problems.append(
                 printable(f"{run.folder}: the same recipe and seed as {twin.folder}, which stands for both")
             )
@@ -89,8 +88,13 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
                 printable(f"{run.folder}: the same recipe as {sibling.folder}, but over other data: see partition.json")
             )
         else:
-            kept.append(run)
-    return [run for run in runs if run in kept], problems
+            kin.append(run)
+    return [run for run in runs if any(run is member for kin in kept.values() for member in kin)], problems
+
+
+def _stands_for(other: Run, run: Run) -> bool:
+    """Whether `other`, of the same recipe, is what `run` is or will be."""
+    return other.seed == run.seed and (not run.finished or other.made_with == run.made_with)
 
 
 def _foreign(folder: Path) -> str:
@@ -106,6 +110,8 @@ def _foreign(folder: Path) -> str:
 def _read_recipe(path: Path) -> Sections:
     text = path.read_text(encoding="utf-8")
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise DamagedError("recipe.yaml has an alias (*), which fedllm never writes; not a run folder, or damaged")
         recipe = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         raise DamagedError(f"recipe.yaml is not YAML: {str(error).splitlines()[0]}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os.path import realpath
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -40,8 +41,8 @@ def report(
         raise UserError(f"format '{unknown[0]}': unknown; known formats: {', '.join(FORMATS)}")
     if not folders:
         raise UserError("no run folder was named; for example: fedllm report runs/*")
-    out = Path(out) if out else Path(folders[0]).parent / "report"
-    runs, problems = read_runs(folder for folder in folders if Path(folder).resolve() != out.resolve())
+    out = Path(out) if out else _beside(Path(folders[0])) / "report"
+    runs, problems = read_runs(folder for folder in folders if realpath(folder) != realpath(out))
     if not runs:
         raise UserError("\n  ".join(["none of the folders holds a run that can be read:", *problems]))
     for problem in problems:
@@ -73,6 +74,11 @@ def report(
     written = [*(out / name for name in asked), *pictures]
     say(f"written to {out}: {', '.join(path.name for path in written)}")
     return written
+
+
+def _beside(folder: Path) -> Path:
+    """The folder that holds this one, also where it is named '.' or '..'."""
+    return folder.parent if folder.name not in ("", "..") else Path(realpath(folder)).parent
 
 
 def _render(figures: Mapping[str, Figure], out: Path | None) -> tuple[dict[str, str], list[Path]]:

@@ -16,6 +16,7 @@ Sections = dict[str, dict[str, Any]]
 
 LOSS = "eval_loss"  # of an evaluation's numbers the one that is better the lower it is
 COSTS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
+MADE_WITH = (("machine", "precision"), ("versions", "fedllm"))
 _FREE = FREE_KEYS | {("run", "seed")}
 
 
@@ -54,6 +55,13 @@ class Run:
     def seed(self) -> int:
         """run.seed."""
         return int(self.recipe["run"]["seed"])
+
+    @property
+    def made_with(self) -> dict[tuple[str, str], Any]:
+        """What else two finished runs must agree in to be averaged, as far as result.json tells: the precision that
+        they ran in, which run.precision=auto leaves to the machine, and fedllm's version."""
+        places = {where: self.result.get(where[0]) for where in MADE_WITH}
+        return {(section, key): told[key] for (section, key), told in places.items() if _has(told, key)}
 
     @property
     def algorithm(self) -> str:
@@ -134,10 +142,19 @@ def compared(recipe: Sections) -> dict[tuple[str, str], Any]:
     return {where: value for where, value in settings.items() if where not in _FREE}
 
 
+def settings_key(settings: dict[tuple[str, str], Any]) -> str:
+    """The same text for the same settings."""
+    named = {f"{section}.{key}": _exact(value) for (section, key), value in settings.items()}
+    return json.dumps(named, sort_keys=True, default=str)
+
+
 def recipe_key(recipe: Sections) -> str:
     """The same text for recipes that differ in the seed alone."""
-    settings = {f"{section}.{key}": _exact(value) for (section, key), value in compared(recipe).items()}
-    return json.dumps(settings, sort_keys=True, default=str)
+    return settings_key(compared(recipe))
+
+
+def _has(told: Any, key: str) -> TypeGuard[dict[str, Any]]:
+    return isinstance(told, dict) and key in told
 
 
 def _exact(value: Any) -> Any:
