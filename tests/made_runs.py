@@ -24,7 +24,7 @@ def make_run(
     """A run folder; round t sends 1000 bytes up, 500 down, and takes 2 s, simulated 3 s.
 
     scores: the headline metric of each round, None for a round without an evaluation. memory: client_memory_bytes, None
-    as in an older run. counts [N, classes]: of partition.json, which older runs lack. start: start.json, which older runs lack.
+    as in an older run. counts [N, classes]: of partition.json, which older runs lack. start: start.json, the same.
     precision, version: what result.json tells of the machine and of fedllm. measures: more of each round.
     """
     folder.mkdir(parents=True)
@@ -60,7 +60,8 @@ def make_run(
             "target": None if target is None else {metric: target}, "rounds": len(lines),
             "rounds_to_target": hits[0] if hits else None, "client_memory": {},
             "rejected": sum(len(line["rejected"]) for line in lines),
-            "machine": {"precision": precision} if precision else {}, "versions": {"fedllm": version} if version else {},
+            "machine": {"precision": precision} if precision else {},
+            "versions": {"fedllm": version} if version else {},
             "totals": {"bytes_up": 1000 * len(lines), "bytes_down": 500 * len(lines), "seconds": 2.0 * len(lines),
                        "simulated_seconds": simulated * len(lines)},
         }  # fmt: skip
