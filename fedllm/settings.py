@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from fedllm.errors import UserError
 
 T = TypeVar("T")
-_NUMBER = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_NUMBER = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "a value"}
 
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", *, symbol: str = "", key: str = "") -> Any:
