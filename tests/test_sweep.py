@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import fedllm.run
+import fedllm.sweep
 from fedllm import assemble, run_recipe
 from fedllm.cli import main
 from fedllm.errors import RunError, UserError
 from fedllm.lora_problem import LoraProblem
+from fedllm.report import report
 from fedllm.sweep import cells, load_grid, sweep
 
 
@@ -132,7 +136,11 @@ def test_one_case_alone(tiny: Path, tmp_path: Path) -> None:
         sweep(tiny / "recipe.yaml", grid, tmp_path / "out", only=["localadamm"])
 
 
-def test_one_case_run_alone_leaves_the_others_in_the_tables(tiny: Path, tmp_path: Path) -> None:
+def test_one_case_run_alone_leaves_the_others_in_the_tables(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fedllm.run, "_plot", lambda folder: folder / "curves.png")
+    monkeypatch.setattr(fedllm.sweep, "report", partial(report, formats=["md"]))
     cases = {
         "fedavg": {"algorithm": {"name": "fedavg"}, "grid": {"algorithm.lr": [0.01, 0.1]}},
         "fedcm": {"algorithm": {"name": "fedcm"}},
