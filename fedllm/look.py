@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ def save(figure: Figure, path: Path) -> Path:
     undated = {"Date": None} if path.suffix == ".svg" else {"Software": None}
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with mpl.rc_context(STYLE):
+        with _drawing():
             figure.savefig(
                 aside, format=path.suffix[1:], dpi=200, metadata=undated, bbox_inches="tight", pad_inches=0.08
             )
@@ -69,9 +71,17 @@ def svg(figure: Figure) -> str:
     """The figure as the text of an SVG file without metadata."""
     text = io.StringIO()
     none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with mpl.rc_context(STYLE):
+    with _drawing():
         figure.savefig(text, format="svg", metadata=none, bbox_inches="tight", pad_inches=0.08)
     return text.getvalue()
+
+
+@contextlib.contextmanager
+def _drawing() -> Iterator[None]:
+    """The style, and no warning of a letter that the font lacks: it is drawn as a box."""
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph .* missing from")
+        yield
 
 
 def metric_name(metric: str) -> str:
@@ -123,7 +133,8 @@ def label_ends(axes: Axes, ends: Sequence[End]) -> None:
     """Each line's name right of the axes at the height of its end, moved up or down where two would overlap."""
     figure = axes.get_figure(root=True)
     assert figure is not None
-    figure.draw_without_rendering()  # lays the axes out: their height in points is needed
+    with _drawing():
+        figure.draw_without_rendering()  # lays the axes out: their height in points is needed
     axes.set_ylim(axes.get_ylim())
     gap = 12.5 / (axes.get_window_extent().height * 72 / figure.dpi)
     to_axes = axes.transData + axes.transAxes.inverted()

@@ -25,9 +25,9 @@ _CLIENTS = (
     "its area the class's share of the client.",
 )
 _COLUMNS = (
-    "MB up and down: all bytes of all clients, in megabytes. seconds: wall clock of the rounds. simulated s: each "
-    "round as long as its slowest client computes and sends. client MB: what a client holds in memory while it trains. "
-    "A dash: at least one seed does not tell."
+    "rejected: faulty uploads, which count nowhere but among the bytes. MB up and down: all bytes of all clients, in "
+    "megabytes. seconds: wall clock of the rounds. simulated s: each round as long as its slowest client computes and "
+    "sends. client MB: what a client holds in memory while it trains. A dash: at least one seed does not tell."
 )
 
 
@@ -109,7 +109,7 @@ def _figures(figures: Mapping[str, str]) -> Html:
 
 
 def _runs(groups: Sequence[Group]) -> Html:
-    headings = ["folder", "group", "seed", "rounds", "best", "in round", "final", "to target", "state"]
+    headings = ["folder", "group", "seed", "rounds", "best", "in round", "final", "to target", "rejected", "state"]
     rows = [(str(run.folder), full_name(group, groups), *_outcome(run)) for group in groups for run in group.runs]
     return _grid(headings, rows, ["folder", "group", "state"])
 
@@ -118,7 +118,8 @@ def _outcome(run: Run) -> list[str]:
     result = run.result
     best, final = result["best"].get(run.primary, {}), result["final"].get(run.primary)
     scores = [_number(best.get("value")), str(best.get("round", "-")), _number(final)]
-    return [str(run.seed), str(result["rounds"]), *scores, str(result["rounds_to_target"] or "-"), result["status"]]
+    reached = str(result["rounds_to_target"] or "-")
+    return [str(run.seed), str(result["rounds"]), *scores, reached, str(result["rejected"]), result["status"]]
 
 
 def _number(value: float | None) -> str:

@@ -34,6 +34,7 @@ from fedllm.results import Axis, Run
 Curve = tuple[list[float], list[float]]
 _DASHES = ("-", "--", "-.", ":")
 _BAND = "mean over seeds, in a band from the lowest to the highest"
+_TAILS = "; dotted: seeds that go on longer than others"
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ def _compare(panels: Panels, plot: Plot, looks: dict[str, Look]) -> Figure:
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     first = dict(reversed(panels))
     note = _BAND if any(len(group.runs) > 1 for group in groups) else ""
+    if any(_uneven(group, metric, plot.over) for (_, metric), members in panels.items() for group in members):
+        note += _TAILS
     for axes, ((task, metric), members) in zip(grid, panels.items(), strict=False):
         if not plot.metrics or first[task] == metric:
             axes.set_title(short(task, 40), pad=24 if one and note else None)
@@ -197,7 +200,7 @@ def _legend_name(group: Group) -> str:
 
 
 def _draw_group(axes: Axes, group: Group, metric: str, over: Axis, scale: float, look: Look) -> End:
-    """The mean of a group's seeds in their band; where some seeds have ended, the others go on as thin lines."""
+    """The mean of a group's seeds in their band; where some seeds have ended, the others go on as dotted lines."""
     measured = [run.curve(metric, over) for run in group.runs]
     curves = [([point / scale for point in xs], ys) for xs, ys in measured]
     x, seeds = _together(curves)
@@ -208,10 +211,15 @@ def _draw_group(axes: Axes, group: Group, metric: str, over: Axis, scale: float,
         )
         for xs, ys in curves:
             rest = sum(point < x[-1] for point in xs)
-            axes.plot(xs[rest:], ys[rest:], color=look["color"], linewidth=0.6, alpha=0.7)
+            axes.plot(xs[rest:], ys[rest:], color=look["color"], linewidth=0.9, linestyle=":")
     mean = seeds.mean(axis=0)
     axes.plot(x, mean, marker=marker(len(x)), **_look(group, look))
     return float(x[-1]), float(mean[-1]), _legend_name(group), {"color": look["color"]}
+
+
+def _uneven(group: Group, metric: str, over: Axis) -> bool:
+    """Whether some seeds of a group were measured further than others."""
+    return len({run.curve(metric, over)[0][-1] for run in group.runs}) > 1
 
 
 def _together(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What a run writes down: the lines of metrics.jsonl, partition.json and result.json."""
+"""What a run writes down: partition.json, start.json, the lines of metrics.jsonl, and result.json."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from fedllm.crew import Crew
 from fedllm.errors import RunError
 from fedllm.metrics import evaluate_logits, metric_for
 from fedllm.quantised import frozen_size
-from fedllm.results import rounds_to
+from fedllm.results import COSTS, LOSS, outcome, round_to, totals
 from fedllm.rounds import Federation, RoundReport
-
-TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
 
 
 def round_line(job: Job, round: int, report: RoundReport, seconds: float) -> dict[str, Any]:
@@ -42,11 +40,6 @@ def round_line(job: Job, round: int, report: RoundReport, seconds: float) -> dic
     }
 
 
-def round_to(seconds: float) -> float:
-    """Seconds to the tenth of a millisecond, as they are logged."""
-    return round(seconds, 4)
-
-
 def evaluate(job: Job, federation: Federation, crew: Crew) -> dict[str, Any]:
     """Scores and loss on the whole validation split, with the seconds they took."""
     began = time.perf_counter()
@@ -56,7 +49,7 @@ def evaluate(job: Job, federation: Federation, crew: Crew) -> dict[str, Any]:
         loss = torch.nn.functional.mse_loss(logits[:, 0], labels.float())
     else:
         loss = torch.nn.functional.cross_entropy(logits, labels)
-    scores = {"eval_loss": float(loss), **evaluate_logits(job.task, logits, labels)}
+    scores = {LOSS: float(loss), **evaluate_logits(job.task, logits, labels)}
     finite = {name: value if math.isfinite(value) else None for name, value in scores.items()}
     return {**finite, "eval_seconds": round_to(time.perf_counter() - began)}
 
@@ -71,9 +64,10 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def start_costs(job: Job, seconds: float) -> dict[str, float]:
-    """What the pass over the data before round 1 costs: x0 down to, and a gradient up from, each of the N clients."""
+    """start.json: what the pass over the data before round 1 costs, x0 down to, and a gradient up from, each of the N
+    clients."""
     if not job.algorithm.needs_full_gradient():
-        return dict.fromkeys(TOTALS, 0)
+        return dict.fromkeys(COSTS, 0)
     vector = job.problem.initial().nbytes
     sizes = [len(part) for part in job.parts]
     slowest = simulated_seconds(seconds * max(sizes) / sum(sizes), 2 * vector, job.recipe.costs.bandwidth_mbit)
@@ -98,28 +92,16 @@ def run_result(
 ) -> dict[str, Any]:
     """result.json: what came of a run, and what it cost."""
     recipe, info, dim = job.recipe, job.info, job.problem.dim
-    names = [*metric_for(job.task).names, "eval_loss"]
-    scored = [line for line in metrics if "eval_loss" in line]
-    best = {}
-    for name in names:
-        lines = [line for line in scored if line[name] is not None]
-        if lines:
-            top = (min if name == "eval_loss" else max)(lines, key=lambda line: line[name])
-            best[name] = {"value": top[name], "round": top["round"]}
+    metric = metric_for(job.task)
     frozen, frozen_bytes = frozen_size(job.model, dim)
     memory = client_memory(job.algorithm, info, dim, frozen)
     return {
         "status": "finished",
         "algorithm": recipe.algorithm["name"],
         "task": job.task.name,
-        "primary": metric_for(job.task).primary,
-        "final": {name: scored[-1][name] for name in names},
-        "best": best,
-        "target": recipe.eval.target,
-        "rounds": federation.round,
-        "rounds_to_target": rounds_to(recipe.eval.target, metrics),
-        "totals": {name: round_to(facts["start"][name] + sum(line[name] for line in metrics)) for name in TOTALS},
-        "rejected": sum(len(line["rejected"]) for line in metrics),
+        "primary": metric.primary,
+        **outcome([*metric.names, LOSS], recipe.eval.target, metrics),
+        "totals": totals(facts["start"], metrics),
         "trainable_parameters": dim,
         "vectors_per_round": _vectors(job, federation, metrics),
         "client_memory": memory,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
+from os.path import realpath
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -15,11 +18,17 @@ from fedllm.folders import read_runs
 from fedllm.groups import Group, group_runs
 from fedllm.look import save, svg
 from fedllm.page import page
+from fedllm.results import Run, printable
+from fedllm.settings import nearest
 from fedllm.state import replace_text
 from fedllm.summary import Target, summarise
 
 FORMATS = ("html", "md", "csv", "tex", "png", "svg")
 _DRAWN = {"html", "png", "svg"}
+_NAMES = (  # of the files that a report may leave
+    "report.html", "summary.md", "summary.csv", "summary.tex",
+    *(f"{figure}.{kind}" for figure in (*plots.PLOTS, "client_labels") for kind in ("png", "svg")),
+)  # fmt: skip
 
 
 def report(
@@ -32,18 +41,21 @@ def report(
 
     out: default `report/` beside the first run. formats: of html (report.html, one page with all of it), md,
     csv, tex (summary.*) and png, svg (the figures).
-    targets: scores, each {metric: value}, to count the rounds to instead of each run's own target.
-    Folders that cannot be read are named, with why, and left out; said is also what a figure lacks. Raises UserError if
-    no folder is left.
+    targets: scores, each {metric: value}, to count the rounds to instead of each run's own target; a loss is reached
+    from above.
+    Folders that cannot be read are named, with why, and left out; said is also what a figure lacks. What an earlier
+    report wrote into `out` and this one does not, is removed. Raises UserError if no folder is left, or none of the
+    runs was measured in a target's metric.
     """
     if unknown := [kind for kind in formats if kind not in FORMATS]:
         raise UserError(f"format '{unknown[0]}': unknown; known formats: {', '.join(FORMATS)}")
     if not folders:
         raise UserError("no run folder was named; for example: fedllm report runs/*")
-    out = Path(out) if out else Path(folders[0]).parent / "report"
-    runs, problems = read_runs(folder for folder in folders if Path(folder).resolve() != out.resolve())
+    out = Path(out) if out else _beside(Path(folders[0])) / "report"
+    runs, problems = read_runs(folder for folder in folders if realpath(folder) != realpath(out))
     if not runs:
         raise UserError("\n  ".join(["none of the folders holds a run that can be read:", *problems]))
+    _require_measured(targets, runs)
     for problem in problems:
         warn(f"left out: {problem}")
     groups = group_runs(runs)
@@ -68,11 +80,18 @@ def report(
         asked = {name: text for kind in formats for name, text in texts.get(kind, {}).items()}
         for name, text in asked.items():
             replace_text(out / name, text)
+        written = [*(out / name for name in asked), *pictures]
+        for stale in {out / name for name in _NAMES}.difference(written):
+            stale.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"{out} could not be written: {error}") from error
-    written = [*(out / name for name in asked), *pictures]
     say(f"written to {out}: {', '.join(path.name for path in written)}")
     return written
+
+
+def _beside(folder: Path) -> Path:
+    """The folder that holds this one, also where it is named '.' or '..'."""
+    return folder.parent if folder.name not in ("", "..") else Path(realpath(folder)).parent
 
 
 def _render(figures: Mapping[str, Figure], out: Path | None) -> tuple[dict[str, str], list[Path]]:
@@ -95,8 +114,16 @@ def _draw(groups: Sequence[Group]) -> tuple[dict[str, Figure], list[str]]:
 
 def parse_target(text: str) -> Target:
     """{metric: value} of 'metric=value', as it is typed on the command line. UserError for anything else."""
-    name, _, value = text.partition("=")
-    try:
-        return {name.strip(): float(value)}
-    except ValueError:
-        raise UserError(f"--target: found '{text}', expected metric=value, for example accuracy=0.8") from None
+    name, _, value = (part.strip() for part in text.partition("="))
+    with contextlib.suppress(ValueError):
+        if name and math.isfinite(number := float(value)):
+            return {name: number}
+    raise UserError(f"--target: found '{text}', expected metric=value, for example accuracy=0.8")
+
+
+def _require_measured(targets: Sequence[Target], runs: Sequence[Run]) -> None:
+    known = list(dict.fromkeys(name for run in runs for name in run.result["final"]))
+    for name in (name for target in targets for name in target):
+        if name not in known:
+            found = f"these runs were measured in {', '.join(known)}" if known else "no run was evaluated yet"
+            raise UserError(printable(f"--target: found metric '{name}'{nearest(name, known)}, but {found}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +14,9 @@ from fedllm.recipe import FREE_KEYS
 Axis = Literal["round", "bytes", "simulated_seconds"]
 Sections = dict[str, dict[str, Any]]
 
+LOSS = "eval_loss"  # of an evaluation's numbers the one that is better the lower it is
+COSTS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
+MADE_WITH = (("machine", "precision"), ("versions", "fedllm"))
 _FREE = FREE_KEYS | {("run", "seed")}
 
 
@@ -32,13 +35,15 @@ class Run:
     """A run as its folder holds it.
 
     recipe: the sections of recipe.yaml. rounds: the lines of metrics.jsonl. result: result.json, or for a run without
-    one, which is unfinished, what it has reached so far, in the same form. clients: None if there is no partition.json.
+    one, which is unfinished, what it has reached so far, in the same form. start: COSTS of what came before round 1.
+    clients: None if there is no partition.json.
     """
 
     folder: Path
     recipe: Sections
     rounds: list[dict[str, Any]]
     result: dict[str, Any]
+    start: dict[str, float]
     clients: ClientData | None = None
 
     @property
@@ -50,6 +55,13 @@ class Run:
     def seed(self) -> int:
         """run.seed."""
         return int(self.recipe["run"]["seed"])
+
+    @property
+    def made_with(self) -> dict[tuple[str, str], Any]:
+        """What else two finished runs must agree in to be averaged, as far as result.json tells: the precision that
+        they ran in, which run.precision=auto leaves to the machine, and fedllm's version."""
+        places = {where: self.result.get(where[0]) for where in MADE_WITH}
+        return {(section, key): told[key] for (section, key), told in places.items() if _has(told, key)}
 
     @property
     def algorithm(self) -> str:
@@ -68,11 +80,13 @@ class Run:
         return str(self.result["primary"])
 
     def curve(self, metric: str, over: Axis = "round") -> tuple[list[float], list[float]]:
-        """x and y of a metric wherever it was measured; bytes (up and down) and simulated seconds are totals."""
+        """x and y of a metric wherever it was measured; bytes (up and down) and simulated seconds are totals, with
+        what came before round 1."""
+        spent = [self.start, *self.rounds]
         steps = {
             "round": [line["round"] for line in self.rounds],
-            "bytes": list(accumulate(line["bytes_up"] + line["bytes_down"] for line in self.rounds)),
-            "simulated_seconds": list(accumulate(line["simulated_seconds"] for line in self.rounds)),
+            "bytes": list(accumulate(line["bytes_up"] + line["bytes_down"] for line in spent))[1:],
+            "simulated_seconds": list(accumulate(line["simulated_seconds"] for line in spent))[1:],
         }
         points = [
             (x, line[metric]) for x, line in zip(steps[over], self.rounds, strict=True) if is_number(line.get(metric))
@@ -81,11 +95,45 @@ class Run:
 
 
 def rounds_to(target: dict[str, float] | None, rounds: Sequence[dict[str, Any]]) -> int | None:
-    """The first round whose scores reach every target, or None."""
+    """The first round whose scores reach every target, or None. A loss is reached from above."""
     for line in rounds if target else []:
-        if all(is_number(line.get(name)) and line[name] >= value for name, value in (target or {}).items()):
+        if all(_reached(name, line.get(name), value) for name, value in (target or {}).items()):
             return int(line["round"])
     return None
+
+
+def _reached(name: str, score: Any, value: float) -> bool:
+    return is_number(score) and (score <= value if name == LOSS else score >= value)
+
+
+def outcome(names: Iterable[str], target: dict[str, float] | None, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What result.json says that follows from the lines of metrics.jsonl alone. names: of the scores and the loss."""
+    names = list(names)
+    scored = [line for line in rounds if LOSS in line]
+    last = scored[-1] if scored else {}
+    best = {}
+    for name in names:
+        if lines := [line for line in scored if line.get(name) is not None]:
+            top = (min if name == LOSS else max)(lines, key=lambda line: line[name])
+            best[name] = {"value": top[name], "round": top["round"]}
+    return {
+        "final": {name: last.get(name) for name in names},
+        "best": best,
+        "target": target,
+        "rounds": rounds[-1]["round"],
+        "rounds_to_target": rounds_to(target, rounds),
+        "rejected": sum(len(line["rejected"]) for line in rounds),
+    }
+
+
+def totals(start: dict[str, float], rounds: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """COSTS of a whole run. start: what came before round 1."""
+    return {name: round_to(start[name] + sum(line[name] for line in rounds)) for name in COSTS}
+
+
+def round_to(seconds: float) -> float:
+    """Seconds to the tenth of a millisecond, as they are logged."""
+    return round(seconds, 4)
 
 
 def compared(recipe: Sections) -> dict[tuple[str, str], Any]:
@@ -94,10 +142,19 @@ def compared(recipe: Sections) -> dict[tuple[str, str], Any]:
     return {where: value for where, value in settings.items() if where not in _FREE}
 
 
+def settings_key(settings: dict[tuple[str, str], Any]) -> str:
+    """The same text for the same settings."""
+    named = {f"{section}.{key}": _exact(value) for (section, key), value in settings.items()}
+    return json.dumps(named, sort_keys=True, default=str)
+
+
 def recipe_key(recipe: Sections) -> str:
     """The same text for recipes that differ in the seed alone."""
-    settings = {f"{section}.{key}": _exact(value) for (section, key), value in compared(recipe).items()}
-    return json.dumps(settings, sort_keys=True, default=str)
+    return settings_key(compared(recipe))
+
+
+def _has(told: Any, key: str) -> TypeGuard[dict[str, Any]]:
+    return isinstance(told, dict) and key in told
 
 
 def _exact(value: Any) -> Any:

@@ -83,6 +83,7 @@ def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None, *,
     replace_text(folder / "recipe.yaml", recipe.yaml())
     replace_text(folder / "partition.json", json.dumps(partition_summary(job)) + "\n")
     federation, metrics, facts = _begin(job, snapshot, crew)
+    replace_text(folder / "start.json", json.dumps(facts["start"]) + "\n")
     watch = None
     if profile:
         watch = Profile(folder / "profile.json", job.machine.device, done=federation.round, processes=crew.size)

@@ -15,7 +15,7 @@ from fedllm.errors import UserError
 
 T = TypeVar("T")
 _WHOLE = re.compile(r"\s*[+-]?\d+\s*")
-_NUMBER = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_NUMBER = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "a value"}
 
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", *, symbol: str = "", key: str = "") -> Any:

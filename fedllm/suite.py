@@ -28,7 +28,7 @@ from fedllm.results import printable
 from fedllm.run import RunResult, run
 from fedllm.settings import nearest
 from fedllm.state import replace_text
-from fedllm.summary import markdown_table
+from fedllm.summary import in_markdown, markdown_table
 
 _NONE = "-"
 _SCORES = "scores.csv"
@@ -46,7 +46,7 @@ class Beside:
         """The columns `task` and `final` of a CSV: a scores.csv of this module, or one typed off a paper, that names
         itself in a column `source` if it has one. Raises UserError."""
         try:
-            with path.open(encoding="utf-8", newline="") as file:
+            with path.open(encoding="utf-8-sig", newline="") as file:
                 rows = list(csv.DictReader(file))
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{path}: scores to show beside ours cannot be read: {error}") from error
@@ -54,10 +54,14 @@ class Beside:
             found = ", ".join(map(str, rows[0])) if rows else "no rows"
             raise UserError(f"{path}: found {found}, expected a CSV with the columns task and final, a row a task")
         known = [*tasks, "average"]
-        for task in (row["task"] for row in rows):
+        cells: dict[str, str] = {}
+        for row in rows:
+            task = row["task"] or ""
             if task not in known:
                 raise UserError(f"{path}: task: found '{task}'{nearest(task, known)}, expected {', '.join(known)}")
-        cells = {row["task"]: printable((row["final"] or "").strip()) or _NONE for row in rows}
+            if task in cells:
+                raise UserError(f"{path}: task: found '{task}' twice, expected a row a task")
+            cells[task] = printable((row["final"] or "").strip()) or _NONE
         heading = rows[0].get("source") or (path.parent.name if path.name == _SCORES else path.stem)
         return cls(printable(heading.strip()), cells)
 
@@ -181,7 +185,7 @@ class ScoreTable:
         csv.writer(text, lineterminator="\n").writerows([self.headings, *lines])
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_text(folder / "scores.md", f"{self.caption}\n\n{markdown}")
+            replace_text(folder / "scores.md", f"{in_markdown(self.caption)}\n\n{markdown}")
             replace_text(folder / _SCORES, text.getvalue())
         except OSError as error:
             raise RunError(f"{folder} could not be written: {error}") from error

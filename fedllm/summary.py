@@ -18,7 +18,7 @@ from rich.text import Text
 from fedllm.console import console
 from fedllm.groups import Group
 from fedllm.look import metric_name
-from fedllm.results import Run, is_number, printable, rounds_to
+from fedllm.results import Run, is_number, printable, rounds_to, setting_text
 
 Target = dict[str, float]
 _NONE = "-"
@@ -67,6 +67,7 @@ _COSTS = (
     Quantity("simulated_seconds", "simulated s", None, _total("simulated_seconds")),
     Quantity("client_memory_mb", "client MB", None, _client_memory),
 )
+_REJECTED = Quantity("rejected", "rejected", None, lambda run: run.result["rejected"])
 _VECTORS = Quantity("vectors_per_round", "vectors", None, _vectors)
 
 
@@ -103,7 +104,7 @@ class Summary:
     def markdown(self) -> str:
         """A Markdown table under its caption."""
         rule = [":--" if heading in WORDS else "--:" for heading in self.headings]
-        return f"{self.caption}.\n\n{markdown_table([self.headings, rule, *self.rows])}"
+        return f"{in_markdown(self.caption)}.\n\n{markdown_table([self.headings, rule, *self.rows])}"
 
     def csv(self) -> str:
         """The numbers, unrounded: mean and sample standard deviation over seeds, empty where there is none."""
@@ -128,10 +129,13 @@ class Summary:
 
 
 def summarise(groups: Sequence[Group], targets: Sequence[Target] = ()) -> Summary:
-    """The table of groups. Task, metric and target are in the caption if all groups share them, else in columns.
+    """The table of groups. Task, metric and target are in the caption if all groups share them, else in columns; there
+    is a column of rejected uploads if there were any.
 
     targets: see report.
     """
+    any_rejected = any(run.result["rejected"] for group in groups for run in group.runs)
+    costs = (_REJECTED, *_COSTS) if any_rejected else _COSTS
     rounds: dict[str, Callable[[Group], str]] = {
         f"rounds to {_in_words(target)}": partial(_rounds_to, target=target) for target in targets
     }
@@ -142,7 +146,7 @@ def summarise(groups: Sequence[Group], targets: Sequence[Target] = ()) -> Summar
         **(rounds or {"rounds to target": lambda group: _rounds_to(group, group.target)}),
         **{quantity.heading: partial(_spread, quantity) for quantity in _SCORES},
         "seeds": lambda group: str(len(group.runs)),
-        **{quantity.heading: partial(_spread, quantity) for quantity in _COSTS},
+        **{quantity.heading: partial(_spread, quantity) for quantity in costs},
     }
     cells = {heading: [cell(group) for group in groups] for heading, cell in columns.items()}
     caption = [cells.pop(heading)[0] for heading in ("task", "score") if len(set(cells[heading])) == 1]
@@ -154,12 +158,13 @@ def summarise(groups: Sequence[Group], targets: Sequence[Target] = ()) -> Summar
 
 
 def _in_words(target: Target) -> str:
-    return ", ".join(f"{metric_name(name)} {value:g}" for name, value in target.items())
+    return ", ".join(f"{metric_name(name)} {setting_text(value)}" for name, value in target.items())
 
 
 def _rounds_to(group: Group, target: Target) -> str:
-    """The mean over seeds only if every seed reached the target; else the bound that the others put on it."""
-    if not target:
+    """The mean over seeds only if every seed reached the target; else the bound that the others put on it. None where
+    a seed was not measured in that metric."""
+    if not target or any(name not in run.result["final"] for name in target for run in group.runs):
         return _NONE
     reached = [rounds_to(target, run.rounds) for run in group.runs]
     found = [rounds for rounds in reached if rounds is not None]
@@ -192,18 +197,18 @@ def _mean_and_deviation(values: Sequence[float], decimals: int | None) -> str:
 
 def _numbers(group: Group, targets: Sequence[Target]) -> dict[str, Any]:
     """The row of the CSV file."""
-    reached = [run.result["rounds_to_target"] for run in group.runs]
+    reached = [rounds_to(group.target, run.rounds) for run in group.runs]
     row: dict[str, Any] = {
         "task": group.task, "run": group.name, "note": group.note, "metric": printable(group.metric),
-        "target": " ".join(f"{printable(name)}={value:g}" for name, value in group.target.items()),
+        "target": " ".join(f"{printable(name)}={setting_text(value)}" for name, value in group.target.items()),
         "seeds": " ".join(str(run.seed) for run in group.runs),
         "rounds": max(run.result["rounds"] for run in group.runs), "reached": len(reached) - reached.count(None),
     }  # fmt: skip
     row |= _moments("rounds_to_target", _all_or_none(reached))
     for target in targets:
-        key = "_".join(f"{name}_{value:g}" for name, value in target.items())
+        key = "_".join(f"{name}_{setting_text(value)}" for name, value in target.items())
         row |= _moments(f"rounds_to_{key}", _all_or_none(rounds_to(target, run.rounds) for run in group.runs))
-    for quantity in (*_SCORES, *_COSTS, _VECTORS):
+    for quantity in (*_SCORES, _REJECTED, *_COSTS, _VECTORS):
         row |= _moments(quantity.key, _all_or_none(map(quantity.value, group.runs)))
     return row
 
@@ -218,7 +223,7 @@ def _moments(key: str, values: Sequence[float]) -> dict[str, float | None]:
 def _score(group: Group) -> str:
     """The headline metric and the target: 'accuracy, target 0.8'; 'accuracy, target F1 0.7' if on another metric."""
     targets = [
-        f"{value:g}" if name == group.metric else f"{metric_name(name)} {value:g}"
+        setting_text(value) if name == group.metric else _in_words({name: value})
         for name, value in group.target.items()
     ]
     return ", ".join([metric_name(group.metric) or "not evaluated yet", *(f"target {text}" for text in targets)])
@@ -231,11 +236,15 @@ def _width(table: Table) -> int:
 
 def markdown_table(rows: Iterable[Sequence[str]]) -> str:
     """The lines of a Markdown table; the second row is the rule under the headings."""
-    return "".join(f"| {' | '.join(_in_markdown(cell) for cell in row)} |\n" for row in rows)
+    return "".join(f"| {' | '.join(map(in_markdown, row))} |\n" for row in rows)
 
 
-def _in_markdown(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+_MARKDOWN = str.maketrans({"&": "&amp;", "<": "&lt;", **{mark: f"\\{mark}" for mark in "\\`*[]|"}})
+
+
+def in_markdown(text: str) -> str:
+    """Text that stays text in Markdown, whatever it holds: neither HTML nor a link, nor the end of a cell."""
+    return text.translate(_MARKDOWN)
 
 
 _LATEX = {
@@ -246,6 +255,7 @@ _LATEX = {
     "±": r"$\pm$",
     ">": "$>$",
     "<": "$<$",
+    "[": "{[}",  # after the end of a line LaTeX takes a bare one for the options of that end
 }
 
 

@@ -17,13 +17,16 @@ from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.folders import load_run
 from fedllm.layers import parse_yaml
+from fedllm.metrics import METRICS
 from fedllm.processes import StoppedError
 from fedllm.recipe import Recipe, load_recipe
 from fedllm.report import report
-from fedllm.results import setting_text
+from fedllm.results import LOSS, setting_text
 from fedllm.run import run
 from fedllm.settings import build, nearest, setting
 from fedllm.state import replace_text
+from fedllm.summary import markdown_table
+from fedllm.tasks import TASKS
 
 Overrides = dict[str, Any]
 
@@ -33,7 +36,7 @@ class Choose:
     """Every cell of a case is tried for a few rounds with the first seed; only its best cell is run in full."""
 
     rounds: int = setting(10, "rounds of a trial")
-    by: str = setting("eval_loss", "what tells the best trial: eval_loss (its lowest) or a metric (its highest)")
+    by: str = setting(LOSS, "what tells the best trial: eval_loss (its lowest) or a metric (its highest)")
     set: Overrides = setting(dict, "overrides of the trials alone")
 
     def __post_init__(self) -> None:
@@ -66,9 +69,14 @@ class Cell:
         return load_recipe(path, [*self.overrides, *_texts((more or {}).items())])
 
     @property
+    def title(self) -> str:
+        """Case and values."""
+        return ",".join(part for part in (self.case, self.values) if part) or "run"
+
+    @property
     def name(self) -> str:
-        """Case and values, fit for a folder's name."""
-        return re.sub(r"[^\w.,=+-]+", "_", ",".join(part for part in (self.case, self.values) if part)) or "run"
+        """The title, fit for a folder's name."""
+        return re.sub(r"[^\w.,=+-]+", "_", self.title)
 
 
 def load_grid(path: str | Path) -> Grid:
@@ -88,10 +96,13 @@ def load_grid(path: str | Path) -> Grid:
     grid = build(Grid, values, str(path))
     if choose is not None:
         grid = replace(grid, choose=build(Choose, choose, f"{path}: choose"))
-    for axes in [grid.grid, *(case.get("grid") or {} for case in grid.cases.values())]:
+    own = {f"cases.{name}.grid": case["grid"] for name, case in grid.cases.items() if case.get("grid") is not None}
+    for where, axes in {"grid": grid.grid, **own}.items():
+        if not isinstance(axes, Mapping) or not all(isinstance(key, str) for key in axes):
+            raise UserError(f"{path}: {where}: found {axes!r}, expected keys, each with a list of values")
         for key, choices in axes.items():
             if not isinstance(choices, list) or not choices:
-                raise UserError(f"{path}: grid.{key}: found {choices!r}, expected a list of values")
+                raise UserError(f"{path}: {where}.{key}: found {choices!r}, expected a list of values")
     if grid.seeds is not None and (not grid.seeds or len({*grid.seeds}) < len(grid.seeds)):
         raise UserError(f"{path}: seeds: found {grid.seeds}, expected different whole numbers")
     return grid
@@ -119,7 +130,8 @@ def sweep(
     """Runs every cell of the grid over the recipe and reports them together; the same as `fedllm sweep`.
 
     out: folder of the runs, default runs/<recipe>-<grid>; a cell's run is in <out>/<cell>-s<seed>, a trial in
-    <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. only: the cases to run. crew: see run.
+    <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. only: the cases to run; the tables
+    show what there is of the others too. crew: see run.
     Cells that are finished are skipped, and one that was cut off goes on, so that the same command may be given until
     all is done.
     Raises UserError for a mistake in any cell before the first one runs; RunError at the end if some cells failed.
@@ -127,15 +139,18 @@ def sweep(
     plan = load_grid(grid)
     out = Path(out) if out else Path("runs") / f"{Path(recipe).stem}-{Path(grid).stem}"
     cases = _cases(str(recipe), str(grid), plan, overrides, only)
-    total = sum(len(members) for members in cases.values())
+    total = sum(len(members) for case, members in cases.items() if not only or case in only)
     say(f"{total} {'cells' if total > 1 else 'cell'} into {out}" + (f", for {plan.feeds}" if plan.feeds else ""))
     runner = _Runner(crew)
     folders = []
-    for members in cases.values():
+    for case, members in cases.items():
+        if only and case not in only:
+            folders += [folder for cell in members for folder in _folders(cell, plan, str(recipe), out).values()]
+            continue
         for cell in _best(members, plan.choose, plan, str(recipe), out, runner) if plan.choose else members:
-            for seed in plan.seeds or [cell.recipe(str(recipe)).run.seed]:
-                folders.append(out / f"{cell.name}-s{seed}")
-                runner.run(cell.recipe(str(recipe), {"run.seed": seed}), folders[-1])
+            for seed, folder in _folders(cell, plan, str(recipe), out).items():
+                folders.append(folder)
+                runner.run(cell.recipe(str(recipe), {"run.seed": seed}), folder)
     if plan.choose:
         _write_trials(out, plan.choose, [cell for members in cases.values() for cell in members])
     if done := [folder for folder in folders if (folder / "metrics.jsonl").is_file()]:
@@ -150,7 +165,7 @@ def list_cells(
 ) -> list[Cell]:
     """Every cell, checked as `sweep` would check it, with nothing run; the output of --dry-run."""
     cases = _cases(str(recipe), str(grid), load_grid(grid), overrides, only)
-    found = [cell for members in cases.values() for cell in members]
+    found = [cell for case, members in cases.items() if not only or case in only for cell in members]
     for cell in found:
         say(f"{cell.name}: {' '.join(cell.overrides)}")
     return found
@@ -162,20 +177,54 @@ def _cases(recipe: str, grid: str, plan: Grid, overrides: Sequence[str], only: S
         if case not in plan.cases:
             raise UserError(f"--only {case}: no such case in {grid}{nearest(case, list(plan.cases))}")
     found: dict[str, list[Cell]] = {}
-    names: set[str] = set()
     for cell in cells(plan, overrides):
-        if only and cell.case not in only:
-            continue
-        if cell.name in names:
-            raise UserError(f"{grid}: two cells are named {cell.name}; expected different values")
-        names.add(cell.name)
-        try:
-            cell.recipe(recipe, plan.choose.set if plan.choose else None)
-            cell.recipe(recipe)
-        except UserError as error:
-            raise UserError(f"{grid}, cell {cell.name}: {error}") from error
         found.setdefault(cell.case, []).append(cell)
+    folders: dict[str, Cell] = {}
+    for members in found.values():
+        settings: dict[str, Cell] = {}
+        for cell in members:
+            try:
+                loaded = cell.recipe(recipe)
+                if plan.choose:
+                    cell.recipe(recipe, plan.choose.set)
+                    _check_choice(plan.choose, loaded, trials=len(members))
+                if loaded.run.dir is not None:
+                    raise UserError(
+                        f"run.dir: found {loaded.run.dir}, but every run of a sweep has its own folder; give --out"
+                    )
+            except UserError as error:
+                raise UserError(f"{grid}, cell {cell.name}: {error}") from error
+            twin = settings.setdefault(loaded.yaml(), cell)
+            if twin is not cell:
+                raise UserError(f"{grid}: two cells are one, {twin.title} and {cell.title}; expected different values")
+            twin = folders.setdefault(cell.name, cell)
+            if twin is not cell:
+                raise UserError(
+                    f"{grid}: two cells would share the folder {cell.name}: {twin.title} and {cell.title}; make them "
+                    f"cases, which have names"
+                )
     return found
+
+
+def _check_choice(choose: Choose, recipe: Recipe, *, trials: int) -> None:
+    """Refuses what no trial of this recipe could be chosen by. Which metrics your own files have, the data tell."""
+    known = TASKS.get(recipe.data.name or "")
+    kinds = [known.metric] if known else ["accuracy_macro_f1", "pearson_spearman"]
+    names = [*dict.fromkeys(name for kind in kinds for name in METRICS[kind][0]), LOSS]
+    if choose.by not in names:
+        raise UserError(
+            f"choose.by: found '{choose.by}'{nearest(choose.by, names)}, expected one of {', '.join(names)}"
+        )
+    if trials > 1 and choose.rounds > recipe.federation.rounds:
+        raise UserError(
+            f"choose.rounds: found {choose.rounds}, expected at most the {recipe.federation.rounds} of "
+            f"federation.rounds, for a trial is a short run"
+        )
+
+
+def _folders(cell: Cell, plan: Grid, recipe: str, out: Path) -> dict[int, Path]:
+    """The run folders of a cell, by seed."""
+    return {seed: out / f"{cell.name}-s{seed}" for seed in plan.seeds or [cell.recipe(recipe).run.seed]}
 
 
 class _Runner:
@@ -211,7 +260,7 @@ def _best(members: list[Cell], choose: Choose, plan: Grid, recipe: str, out: Pat
             values[cell] = value
     if not values:
         return []
-    best = (min if choose.by == "eval_loss" else max)(values, key=lambda cell: values[cell])
+    best = (min if choose.by == LOSS else max)(values, key=lambda cell: values[cell])
     say(f"best of {len(members)} trials: {best.name}, {choose.by} {values[best]:.4f}", "bold")
     return [best]
 
@@ -220,7 +269,11 @@ def _outcome(folder: Path, by: str) -> float | None:
     """The best value of `by` in a finished trial; None for one that failed or never had a finite value."""
     if not (folder / "result.json").is_file():
         return None
-    result = load_run(folder).result
+    try:
+        result = load_run(folder).result
+    except UserError as error:
+        warn(f"left out: {error}")
+        return None
     if by not in result["final"]:
         raise UserError(f"choose.by: found '{by}', expected one of {', '.join(result['final'])}")
     value = (result["best"].get(by) or {}).get("value")
@@ -230,18 +283,13 @@ def _outcome(folder: Path, by: str) -> float | None:
 def _write_trials(out: Path, choose: Choose, tried: Sequence[Cell]) -> None:
     """The table of all trials, so that a choice can be judged by who reads its result."""
     values = {cell: _outcome(out / "trials" / cell.name, choose.by) for cell in tried}
-    lines = [
-        f"Best {choose.by} of {choose.rounds} rounds.",
-        "",
-        f"| case | cell | {choose.by} |",
-        "| :-- | :-- | --: |",
-    ]
-    lines += [
-        f"| {cell.case} | {cell.values} | {'failed' if value is None else f'{value:.4f}'} |"
+    rows = [
+        (cell.case, cell.values, "failed" if value is None else f"{value:.4f}")
         for cell, value in values.items()
         if (out / "trials" / cell.name).is_dir()
     ]
-    replace_text(out / "trials.md", "\n".join(lines) + "\n")
+    table = markdown_table([("case", "cell", choose.by), (":--", ":--", "--:"), *rows])
+    replace_text(out / "trials.md", f"Best {choose.by} of {choose.rounds} rounds.\n\n{table}")
 
 
 def _texts(overrides: Iterable[tuple[str, Any]]) -> list[str]:

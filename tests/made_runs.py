@@ -18,12 +18,14 @@ def make_run(
     folder: Path, *overrides: str, scores=SCORES, algorithm="fadamgc", task="glue/sst2", metric="accuracy",
     target: float | None = 0.85, seed=0, finished=True, torn=False, simulated=3.0, memory: int | None = 50_000_000,
     counts: Sequence[Sequence[int]] = (), classes: Sequence[str] = ("negative", "positive"),
-    **measures: Sequence[float],
+    start: dict[str, float] | None = None, precision: str | None = None, version: str | None = None,
+    **measures: Sequence[object],
 ) -> Path:  # fmt: skip
     """A run folder; round t sends 1000 bytes up, 500 down, and takes 2 s, simulated 3 s.
 
     scores: the headline metric of each round, None for a round without an evaluation. memory: client_memory_bytes, None
-    as in an older run. counts [N, classes]: of partition.json, which older runs lack. measures: more of each round.
+    as in an older run. counts [N, classes]: of partition.json, which older runs lack. start: start.json, the same.
+    precision, version: what result.json tells of the machine and of fedllm. measures: more of each round.
     """
     folder.mkdir(parents=True)
     given_recipe = folder / "recipe.yaml"
@@ -44,18 +46,27 @@ def make_run(
     if counts:
         share = {"sizes": [sum(row) for row in counts], "classes": list(classes), "counts": [list(r) for r in counts]}
         (folder / "partition.json").write_text(json.dumps(share))
+    if start:
+        (folder / "start.json").write_text(json.dumps(start))
     if finished:
         scored = [line for line in lines if metric in line]
-        best = max(scored, key=lambda line: line[metric])
+        best = {name: max(scored, key=lambda line: line[name]) for name in (metric, "f1")}
+        best["eval_loss"] = min(scored, key=lambda line: line["eval_loss"])
         hits = [line["round"] for line in scored if target is not None and line[metric] >= target]
         result = {
             "status": "finished", "primary": metric, "algorithm": algorithm, "seed": seed,
-            "final": {metric: scored[-1][metric]}, "best": {metric: {"value": best[metric], "round": best["round"]}},
+            "final": {name: scored[-1][name] for name in best},
+            "best": {name: {"value": line[name], "round": line["round"]} for name, line in best.items()},
             "target": None if target is None else {metric: target}, "rounds": len(lines),
-            "rounds_to_target": hits[0] if hits else None, "client_memory": {}, "versions": {},
+            "rounds_to_target": hits[0] if hits else None, "client_memory": {},
+            "rejected": sum(len(line["rejected"]) for line in lines),
+            "machine": {"precision": precision} if precision else {},
+            "versions": {"fedllm": version} if version else {},
             "totals": {"bytes_up": 1000 * len(lines), "bytes_down": 500 * len(lines), "seconds": 2.0 * len(lines),
                        "simulated_seconds": simulated * len(lines)},
         }  # fmt: skip
+        for name, cost in (start or {}).items():
+            result["totals"][name] += cost
         if memory is not None:
             result |= {"client_memory_bytes": memory, "vectors_per_round": {"sent": 4.0, "derived": 4.0}}
         (folder / "result.json").write_text(json.dumps(result))

@@ -16,8 +16,9 @@ from fedllm.console import console
 from fedllm.errors import UserError
 from fedllm.folders import load_run, read_runs
 from fedllm.groups import group_runs
+from fedllm.page import page
 from fedllm.report import report
-from fedllm.summary import summarise
+from fedllm.summary import in_markdown, summarise
 
 # Reading
 
@@ -44,6 +45,23 @@ def test_an_unfinished_run_says_what_the_finished_one_would(tmp_path):
         assert so_far[key] == finished[key]
     assert so_far["final"]["accuracy"] == finished["final"]["accuracy"]
     assert so_far["best"]["accuracy"] == finished["best"]["accuracy"]
+
+
+START = {"bytes_up": 4000, "bytes_down": 4000, "seconds": 5.0, "simulated_seconds": 4.5}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_what_came_before_the_first_round_counts_in_totals_and_curves(tmp_path, finished):
+    folder = make_run(tmp_path / "a", scores=(0.5, 0.9), start=START, finished=finished)
+    run = load_run(folder)
+    expected = {"bytes_up": 6000, "bytes_down": 5000, "seconds": 9.0, "simulated_seconds": 10.5}
+    assert run.result["totals"] == expected
+    assert run.curve("accuracy", "bytes")[0] == [9500, 11000]
+    assert run.curve("accuracy", "simulated_seconds")[0] == [7.5, 10.5]
+    assert run.curve("accuracy")[0] == [1, 2]
+    if finished:  # as an older version left it: the totals alone tell
+        (folder / "start.json").unlink()
+        assert load_run(folder) == run
 
 
 def test_a_score_that_is_not_a_number_is_not_drawn(tmp_path):
@@ -79,7 +97,7 @@ BROKEN = {
         "expected numbers bytes_up, bytes_down",
     ),
     "final is a number": (
-        edit("result.json", '{"accuracy": 0.8}', "0.8"),
+        edit("result.json", '"final": {', '"final": 0.8, "last": {'),
         "result.json: final is 0.8, expected a number for each metric",
     ),
     "torn in the middle": (edit("metrics.jsonl", "}\n", "\n"), "metrics.jsonl, line 1 is not JSON"),
@@ -88,11 +106,70 @@ BROKEN = {
     "no metrics": (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl has no rounds"),
     "broken recipe": (lambda folder: (folder / "recipe.yaml").write_text("a: [b"), "recipe.yaml is not YAML"),
     "another recipe": (lambda folder: (folder / "recipe.yaml").write_text("name: x"), "recipe.yaml has no sections"),
-    "cut at a line": (edit("metrics.jsonl", _line(4), ""), "metrics.jsonl ends with round 3, result.json with 4"),
+    "cut at a line": (edit("metrics.jsonl", _line(4), ""), "result.json: rounds is 4, by metrics.jsonl it is 3"),
     "a round twice": (
         edit("metrics.jsonl", '"round": 2', '"round": 1'),
-        "metrics.jsonl, line 2: round 1 after round 1",
+        "metrics.jsonl, line 2: found round 1, expected round 2",
     ),
+    "a round missing": (edit("metrics.jsonl", _line(2), ""), "line 2: found round 3, expected round 2"),
+    "the first round missing": (edit("metrics.jsonl", _line(1), ""), "line 1: found round 2, expected round 1"),
+    "rounds from 0": (edit("metrics.jsonl", '"round": 1', '"round": 0'), "line 1: found round 0, expected round 1"),
+    "bytes below 0": (edit("metrics.jsonl", '"bytes_up": 1000', '"bytes_up": -1'), "bytes_up is -1, expected a number"),
+    "endless seconds": (edit("metrics.jsonl", '"seconds": 2.0', '"seconds": Infinity'), "seconds is inf, expected a"),
+    "time runs back": (
+        edit("metrics.jsonl", '"simulated_seconds": 3.0', '"simulated_seconds": -3.0'),
+        "simulated_seconds is -3.0, expected a number of 0 or more",
+    ),
+    **{
+        f"accuracy {value}": (
+            edit("metrics.jsonl", '"accuracy": 0.7', f'"accuracy": {value}'),
+            f"metrics.jsonl, line 2: accuracy is {found}, expected a number or null",
+        )
+        for value, found in {"true": "True", '"0.9"': "'0.9'", "NaN": "nan", "-Infinity": "-inf"}.items()
+    },
+    "loss in words": (edit("metrics.jsonl", '"eval_loss": 0.5', '"eval_loss": "low"'), "eval_loss is 'low', expected"),
+    "no word on rejections": (edit("metrics.jsonl", '"rejected": {}', '"rejected": 0'), "rejected is 0, expected a"),
+    "another seed": (edit("result.json", '"seed": 1', '"seed": 7'), "result.json: seed is 7, recipe.yaml has 1"),
+    "another algorithm": (
+        edit("result.json", '"algorithm": "fadamgc"', '"algorithm": "fedavg"'),
+        "result.json: algorithm is 'fedavg', recipe.yaml has 'fadamgc'",
+    ),
+    "another target": (
+        edit("result.json", '"target": {"accuracy": 0.85}', '"target": {"accuracy": 0.9}'),
+        "result.json: target is {'accuracy': 0.9}, recipe.yaml has {'accuracy': 0.85}",
+    ),
+    "another final score": (
+        edit("result.json", '"final": {"accuracy": 0.8', '"final": {"accuracy": 0.81'),
+        "result.json: final is {'accuracy': 0.81, 'f1': 0.4",
+    ),
+    "another best score": (
+        edit("result.json", '{"value": 0.9, "round": 3}', '{"value": 0.9, "round": 2}'),
+        "result.json: best is {'accuracy': {'value': 0.9, 'round': 2}",
+    ),
+    "another end": (edit("result.json", '"rounds": 4', '"rounds": 5'), "rounds is 5, by metrics.jsonl it is 4"),
+    "another way to the target": (
+        edit("result.json", '"rounds_to_target": 3', '"rounds_to_target": 1'),
+        "rounds_to_target is 1, by metrics.jsonl it is 3",
+    ),
+    "other rejections": (edit("result.json", '"rejected": 0', '"rejected": 2'), "rejected is 2, by metrics.jsonl it"),
+    "another headline": (
+        edit("result.json", '"primary": "accuracy"', '"primary": "f1"'),
+        "result.json: primary is 'f1', by metrics.jsonl it is 'accuracy'",
+    ),
+    "not at its end": (edit("result.json", '"finished"', '"stopped"'), "status is 'stopped', expected 'finished'"),
+    "more bytes up": (edit("result.json", '"bytes_up": 4000', '"bytes_up": 5000'), "totals differ from the lines"),
+    "fewer bytes": (
+        edit("result.json", '"bytes_up": 4000, "bytes_down": 2000', '"bytes_up": 3000, "bytes_down": 1000'),
+        "totals differ from the lines",
+    ),
+    "more seconds": (edit("result.json", '"seconds": 8.0', '"seconds": 9.0'), "totals differ from the lines"),
+    "totals beside the start": (
+        lambda folder: (folder / "start.json").write_text(
+            '{"bytes_up": 9, "bytes_down": 9, "seconds": 0, "simulated_seconds": 0}'
+        ),
+        "result.json: totals.bytes_up is 4000, by metrics.jsonl it is 4009",
+    ),
+    "start cut": (lambda folder: (folder / "start.json").write_text("{"), "start.json is not JSON"),
     "no number of bytes": (edit("metrics.jsonl", '"bytes_up": 1000', '"bytes_up": NaN'), "bytes_up is nan, expected a"),
     "best in words": (edit("result.json", '"value": 0.9', '"value": "high"'), "expected a value and a round for each"),
     "target in words": (edit("result.json", '"target": {"accuracy": 0.85}', '"target": "high"'), "target is 'high'"),
@@ -134,6 +211,34 @@ def test_no_value_in_a_result_or_a_round_is_more_than_a_report_can_bear(tmp_path
             for written in (summary.markdown(), summary.csv(), summary.latex(), *problems):
                 assert "\x1b" not in written
                 written.encode()
+
+
+def alias(folder: Path, text: str) -> None:
+    (folder / "recipe.yaml").write_text((folder / "recipe.yaml").read_text() + text)
+
+
+BOMB = "bomb:\n  a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"  a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize("text", ["more: &a {b: *a}\n", "more: {b: &a [*a]}\n", BOMB], ids=["itself", "list", "bomb"])
+def test_a_recipe_with_aliases_costs_no_more_than_its_own_folder(tmp_path, text):
+    good, bad = make_run(tmp_path / "good"), make_run(tmp_path / "bad", seed=1)
+    alias(bad, text)
+    runs, problems = read_runs([good, bad])
+    assert [run.folder for run in runs] == [good]
+    assert problems == [f"{bad}: recipe.yaml has an alias (*), which fedllm never writes; not a run folder, or damaged"]
+
+
+def test_a_symlink_to_itself_costs_no_more_than_its_own_folder(tmp_path, capsys):
+    make_run(tmp_path / "good")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "link").symlink_to("good")
+    report(sorted(tmp_path.iterdir()), tmp_path / "out", formats=["csv"])
+    said = capsys.readouterr().out
+    assert f"left out: {tmp_path / 'loop'}: " in said
+    assert said.count("left out") == 1  # the same folder under two names is one
 
 
 def test_what_is_no_run_folder_is_told_apart(tmp_path):
@@ -188,6 +293,29 @@ def test_runs_that_differ_in_more_than_the_seed_are_never_averaged(tmp_path, oth
     first = make_run(tmp_path / "a", "algorithm.lr=1e-3")
     groups = groups_of(first, make_run(tmp_path / "b", "algorithm.lr=1e-3", other, seed=1))
     assert [group.label for group in groups] == names
+
+
+def test_runs_of_another_precision_or_version_are_never_averaged(tmp_path):
+    """run.precision=auto is bfloat16 on one machine and float32 on another; an older run does not tell."""
+    made = [("float32", "0.1.0"), ("float32", "0.1.0"), ("bfloat16", "0.1.0"), ("float32", "0.2.0"), (None, None)]
+    folders = [make_run(tmp_path / str(s), seed=s, precision=p, version=v) for s, (p, v) in enumerate(made)]
+    stopped = make_run(tmp_path / "stopped", seed=9, finished=False)
+    assert [(group.label, len(group.runs)) for group in groups_of(*folders, stopped)] == [
+        ("fadamgc machine.precision=float32, versions.fedllm=0.1.0", 2),
+        ("fadamgc machine.precision=bfloat16, versions.fedllm=0.1.0", 1),
+        ("fadamgc machine.precision=float32, versions.fedllm=0.2.0", 1),
+        ("fadamgc machine.precision=absent, versions.fedllm=absent", 1),
+        ("fadamgc (seed 9 unfinished, round 4 of 4)", 1),
+    ]
+    assert next(group.label for group in groups_of(folders[0], stopped)) == "fadamgc"
+
+
+def test_one_seed_in_two_precisions_is_two_runs(tmp_path):
+    folders = [make_run(tmp_path / kind, precision=kind) for kind in ("float32", "bfloat16")]
+    stopped = make_run(tmp_path / "stopped", finished=False)
+    runs, problems = read_runs([*folders, stopped])
+    assert [run.folder for run in runs] == folders
+    assert problems == [f"{stopped}: the same recipe and seed as {folders[0]}, which stands for both"]
 
 
 @pytest.mark.parametrize("label", ["1", None])
@@ -273,13 +401,50 @@ def test_rounds_to_targets_asked_for(tmp_path, capsys):
     assert "--target: found '0.8', expected metric=value" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["=0.5", "accuracy=nan", "accuracy=inf", "accuracy=-Infinity", "accuracy=", "0.8"])
+def test_a_target_that_is_none_ends_the_report(tmp_path, capsys, text):
+    assert main(["report", str(make_run(tmp_path / "a")), "--target", text]) == 2
+    assert f"--target: found '{text}', expected metric=value" in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_target_of_a_metric_that_no_run_has_ends_the_report(tmp_path, capsys):
+    folders = [make_run(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    assert main(["report", *map(str, folders), "--target", "accurcy=0.9"]) == 2
+    assert (
+        "--target: found metric 'accurcy' (did you mean 'accuracy'?), but these runs were measured in accuracy, f1, "
+        "eval_loss" in capsys.readouterr().err
+    )
+    waiting = make_run(tmp_path / "waiting", scores=(None,), finished=False)
+    assert main(["report", str(waiting), "--target", "accuracy=0.9"]) == 2
+    assert "no run was evaluated yet" in capsys.readouterr().err
+
+
+def test_a_loss_is_reached_from_above_and_close_targets_are_told_apart(tmp_path):
+    """Losses of 0.5, 0.3, 0.1 and 0.2; accuracies of 0.5, 0.7, 0.9 and 0.8."""
+    groups = groups_of(make_run(tmp_path / "a"))
+    targets = [{"eval_loss": 0.35}, {"eval_loss": 0.05}, {"accuracy": 0.9}, {"accuracy": 0.90000001}]
+    summary = summarise(groups, targets)
+    headings = ["eval loss 0.35", "eval loss 0.05", "accuracy 0.9", "accuracy 0.90000001"]
+    row = dict(zip(summary.headings, summary.rows[0], strict=True))
+    assert [row[f"rounds to {heading}"] for heading in headings] == ["2", ">4", "3", ">4"]
+    (numbers,) = csv.DictReader(summary.csv().splitlines())
+    assert numbers["rounds_to_accuracy_0.9_mean"] == "3.0"
+    assert numbers["rounds_to_accuracy_0.90000001_mean"] == ""
+
+
+def test_a_target_in_a_metric_of_another_task_is_no_bound(tmp_path):
+    cola = make_run(tmp_path / "b", task="glue/cola", metric="matthews_correlation", target=None)
+    summary = summarise(groups_of(make_run(tmp_path / "a"), cola), [{"accuracy": 0.6}])
+    assert [row[summary.headings.index("rounds to accuracy 0.6")] for row in summary.rows] == ["2", "-"]
+
+
 def test_without_a_target_there_are_no_rounds_to_it(tmp_path):
     assert column(groups_of(make_run(tmp_path / "a", target=None)), "rounds to target") == ["-"]
 
 
 def test_traffic_is_in_megabytes(tmp_path):
-    folder = make_run(tmp_path / "a")
-    edit("result.json", '"bytes_up": 4000', '"bytes_up": 1234567890')(folder)
+    folder = make_run(tmp_path / "a", bytes_up=[1234567890, 0, 0, 0], finished=False)
     assert column(groups_of(folder), "MB up") == ["1,235"]
 
 
@@ -299,6 +464,19 @@ def test_client_memory_is_a_mean_over_seeds_that_all_tell(tmp_path):
     assert (known["client_memory_mb_mean"], known["client_memory_mb_std"]) == ("50.0", "10.0")
     assert (unknown["client_memory_mb_mean"], unknown["client_memory_mb_std"]) == ("", "")
     assert (known["vectors_per_round_mean"], known["vectors_per_round_std"]) == ("4.0", "0.0")
+
+
+def test_rejected_uploads_are_a_column_where_there_were_any(tmp_path):
+    clean = make_run(tmp_path / "clean", algorithm="fedavg")
+    assert "rejected" not in summarise(groups_of(clean)).headings
+    faulty = [{}, {"3": "not finite"}, {"3": "not finite", "5": "not finite"}, {}]
+    folders = [make_run(tmp_path / f"a{seed}", seed=seed, rejected=faulty) for seed in range(2)]
+    stopped = make_run(tmp_path / "stopped", seed=2, rejected=faulty, finished=False)
+    groups = groups_of(clean, *folders, stopped)
+    assert column(groups, "rejected") == ["0.00", "3.00 ± 0.00", "3.00"]
+    rows = list(csv.DictReader(summarise(groups).csv().splitlines()))
+    assert [row["rejected_mean"] for row in rows] == ["0.0", "3.0", "3.0"]
+    assert '<td class="number">3</td>' in page(summarise(groups), groups, {}, [], [])
 
 
 def test_what_all_rows_share_is_said_once(tmp_path):
@@ -351,6 +529,17 @@ def test_markup_characters_are_escaped(tmp_path):
     assert r"data.label=50\%" in summary.latex()
     hostile = summarise(groups_of(make_run(tmp_path / "x", "data.label=<b>a"), make_run(tmp_path / "y")))
     assert "data.label=&lt;b>a" in hostile.markdown()
+    linked = [make_run(tmp_path / name) for name in ("img", "link")]
+    for folder, name in zip(linked, ("<img src=x onerror=alert(1)>.csv", "[a](b).csv"), strict=True):
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+        recipe["data"] |= {"name": None, "train": name}
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    text = summarise(groups_of(*linked)).markdown()
+    assert r"| \[a\](b).csv |" in text
+    assert "| &lt;img src=x onerror=alert(1)>.csv |" in text
+    assert summarise(groups_of(linked[0])).markdown().startswith("&lt;img src=x onerror=alert(1)>.csv; ")
+    assert r"\\" + "\n{[}a](b).csv & " in summarise(groups_of(*linked)).latex()
+    assert in_markdown(r"\[x](y) `z` *w* &lt;") == r"\\\[x\](y) \`z\` \*w\* &amp;lt;"
     seeds = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(2)]
     assert r"3.0 $\pm$ 0.0" in summarise(groups_of(*seeds)).latex()
 
@@ -379,6 +568,23 @@ def test_a_second_report_passes_over_the_first_and_writes_the_same(tmp_path):
         second = report(sorted(tmp_path.glob("*")))
     assert "left out" not in capture.get()
     assert {path: path.read_bytes() for path in second} == first
+
+
+def test_a_report_leaves_nothing_of_an_earlier_one(tmp_path):
+    """The figures of client drift and of labels are not made of the second run; what is not fedllm's stays."""
+    drift = {"update_cosine": [0.5] * 4, "update_norm": [1.0] * 4}
+    out = tmp_path / "out"
+    report([make_run(tmp_path / "a", counts=[(3, 1), (0, 2)], **drift)], out)
+    assert {"client_drift.png", "client_labels.svg"} < {path.name for path in out.iterdir()}
+    (out / "mine.png").write_bytes(b"")
+    written = report([make_run(tmp_path / "b")], out)
+    assert sorted(out.iterdir()) == sorted([*written, out / "mine.png"])
+
+
+def test_a_report_of_the_folder_that_one_stands_in_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_run(tmp_path / "runs" / "a"))
+    (written,) = report(["."], formats=["csv"])
+    assert written == tmp_path / "runs" / "report" / "summary.csv"
 
 
 def test_formats_and_folder_can_be_chosen(tmp_path):

@@ -16,7 +16,7 @@ from PIL import Image
 from fedllm import plots
 from fedllm.client_plots import client_figure, without_clients
 from fedllm.folders import load_run
-from fedllm.look import COLOURS, apart
+from fedllm.look import COLOURS, apart, save, svg
 from fedllm.plots import figures, undrawn
 from fedllm.run_plot import plot_run, subtitle
 
@@ -127,8 +127,12 @@ def test_the_band_reaches_from_the_lowest_seed_to_the_highest(tmp_path):
 def test_over_time_the_seeds_meet_where_both_have_been(tmp_path):
     """Rounds of 10 s and of 20 s: 10, 20, 30 and 20, 40, 60 s. Both from 20 s to 30 s; the second is 0.3 at 30 s."""
     folders = [make_run(tmp_path / str(i), scores=(0.2, 0.4, 0.6), seed=i, simulated=10.0 * (i + 1)) for i in range(2)]
-    (axes,) = figures(groups_of(*folders))["score_by_time"].axes
+    drawn = figures(groups_of(*folders))
+    (axes,) = drawn["score_by_time"].axes
     assert axes.get_xlabel() == "simulated run time (s)"
+    assert [line.get_linestyle() for line in axes.lines if line.get_xdata()[-1:] == [60]] == [":"]
+    said = {name: "".join(text.get_text() for text in figure.axes[0].texts) for name, figure in drawn.items()}
+    assert [name for name, text in said.items() if "dotted: seeds that go on" in text] == ["score_by_time"]
     assert np.array(band(axes)) == pytest.approx(np.array([(20, 0.2, 0.4), (30, 0.3, 0.6)]))
     assert list(lines_of(axes)[COLOURS[0]].get_ydata()) == pytest.approx([0.3, 0.45])
 
@@ -242,6 +246,14 @@ def test_a_partition_is_drawn_once_and_told_from_others(tmp_path):
     assert [axes.get_title("left") for axes in figure.axes[::2]] == [
         title, f"{title} · partition seed 1", title.replace("0.1", "10")
     ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+def test_letters_that_the_font_lacks_warn_nobody(tmp_path):
+    folder = make_run(tmp_path / "a", counts=[(3, 1), (0, 2)], classes=("\N{CJK UNIFIED IDEOGRAPH-6F22}", "\N{CAT}"))
+    figure = client_figure(groups_of(folder))
+    save(figure, tmp_path / "labels.png")
+    svg(figure)
 
 
 def test_a_regression_has_sizes_only(tmp_path):

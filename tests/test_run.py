@@ -27,6 +27,7 @@ from fedllm.cli import main
 from fedllm.costs import traffic
 from fedllm.data import load_task
 from fedllm.errors import RunError, UserError
+from fedllm.folders import load_run
 from fedllm.lora_problem import LoraProblem
 from fedllm.run import RunResult, dry_run
 from fedllm.run_export import export_adapter
@@ -391,7 +392,12 @@ def test_the_pass_for_tracking_init_gradient_is_counted_and_survives_a_resume(ti
     whole = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / "run")
     d = whole.result["trainable_parameters"]
     assert whole.result["totals"]["bytes_up"] == 4 * 8 * d + sum(line["bytes_up"] for line in whole.metrics)
+    start = json.loads((whole.folder / "start.json").read_text())
+    assert (start["bytes_up"], start["bytes_down"]) == (4 * 8 * d, 4 * 8 * d)
+    bytes_sent, _ = load_run(whole.folder).curve("accuracy", "bytes")
+    assert bytes_sent[-1] == whole.result["totals"]["bytes_up"] + whole.result["totals"]["bytes_down"]
     (tmp_path / "run" / "result.json").unlink()
+    assert load_run(whole.folder).result["totals"] == whole.result["totals"]
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "000002")
     resumed = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / "run")
     assert resumed.result["totals"]["bytes_up"] == whole.result["totals"]["bytes_up"]

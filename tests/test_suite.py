@@ -155,7 +155,7 @@ def test_other_scores_stand_beside_ours(
     }
     assert all(line["final"] != line["glue_tiny_fedavg"] for line in lines.values())
     assert "[b]|" in capsys.readouterr().out
-    assert "| [b]\\| |" in (tmp_path / "report-glue-tiny-fedavg-s0" / "scores.md").read_text()
+    assert r"| \[b\]\| |" in (tmp_path / "report-glue-tiny-fedavg-s0" / "scores.md").read_text()
 
     written = tmp_path / "report-glue-tiny-fedavg-s0" / "scores.csv"
     assert main([*words, "--algorithm", "fedadamw", "--beside", str(written)]) == 0
@@ -175,6 +175,13 @@ def test_published_scores_are_those_of_a_suite_and_say_whose_they_are(path: Path
     assert all(0 < float(cell) < 100 for cell in column.cells.values())
 
 
+def test_scores_as_a_spreadsheet_saves_them(tmp_path: Path) -> None:
+    """With a byte order mark, a column more, and a row that ends early."""
+    path = tmp_path / "other.csv"
+    path.write_bytes(b"\xef\xbb\xbftask,final,note\r\ncola,12.3,x\r\nrte\r\n")
+    assert Beside.read(path, GLUE) == Beside("other", {"cola": "12.3", "rte": "-"})
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -182,6 +189,8 @@ def test_published_scores_are_those_of_a_suite_and_say_whose_they_are(path: Path
         ("", "found no rows, expected a CSV with the columns task and final"),
         ("name,score\ncola,1\n", "found name, score, expected a CSV with the columns task and final"),
         ("task,final\nqpp,1\n", "task: found 'qpp' (did you mean 'qqp'?), expected cola"),
+        ("task,final\ncola,1\nrte,2\ncola,3\n", "task: found 'cola' twice, expected a row a task"),
+        ("final,task\n1\n", "task: found '', expected cola"),
     ],
 )
 def test_scores_to_show_that_cannot_be_read_end_before_anything_runs(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import fedllm.run
+import fedllm.sweep
 from fedllm import assemble, run_recipe
 from fedllm.cli import main
 from fedllm.errors import RunError, UserError
 from fedllm.lora_problem import LoraProblem
+from fedllm.report import report
 from fedllm.sweep import cells, load_grid, sweep
 
 
@@ -132,6 +136,25 @@ def test_one_case_alone(tiny: Path, tmp_path: Path) -> None:
         sweep(tiny / "recipe.yaml", grid, tmp_path / "out", only=["localadamm"])
 
 
+def test_one_case_run_alone_leaves_the_others_in_the_tables(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fedllm.run, "_plot", lambda folder: folder / "curves.png")
+    monkeypatch.setattr(fedllm.sweep, "report", partial(report, formats=["md"]))
+    cases = {
+        "fedavg": {"algorithm": {"name": "fedavg"}, "grid": {"algorithm.lr": [0.01, 0.1]}},
+        "fedcm": {"algorithm": {"name": "fedcm"}},
+    }
+    grid = write(tmp_path, set={"federation.rounds": 1}, cases=cases, choose={"rounds": 1})
+    for case in cases:
+        out = sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["run.threads=1"], only=[case])
+    assert (out / "trials.md").read_text().count("| fedavg |") == 2
+    summary = (out / "report" / "summary.md").read_text()
+    assert "| fedavg " in summary
+    assert "| fedcm " in summary
+    assert len(names(out)) == 2, "the best cell of each case"
+
+
 def test_a_dry_run_lists_the_cells(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = write(tmp_path, grid={"algorithm.lr": [0.01, 0.02]})
     out = tmp_path / "out"
@@ -177,12 +200,38 @@ def test_a_killed_sweep_goes_on(tiny: Path, tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("gird: {}", "unknown key (did you mean 'grid'?)"),
-        ("grid: {algorithm.lr: 0.1}", "grid: found {'algorithm.lr': 0.1}, expected a mapping of text to a list"),
+        (
+            "grid: {algorithm.lr: 0.1}",
+            "grid: found {'algorithm.lr': 0.1}, expected a mapping of text to a list of values",
+        ),
+        ("set: 5", "set: found 5, expected a mapping of text to a value"),
+        ("cases: {a: {grid: 5}}", "cases.a.grid: found 5, expected keys, each with a list of values"),
+        ("cases: {a: {grid: {1: [2]}}}", "cases.a.grid: found {1: [2]}, expected keys"),
         ("cases: {a: {grid: {algorithm.lr: 0.1}}}", "grid.algorithm.lr: found 0.1, expected a list"),
         ("grid: {algorithm.lr: []}", "grid.algorithm.lr: found [], expected a list"),
         ("grid: {algorithm.lrr: [0.1]}", "cell lrr=0.1: "),
         ("grid: {algorithm.beta2: [1.5]}", "cell beta2=1.5: "),
-        ("grid: {algorithm.lr: [0.1, 0.10]}", "two cells are named lr=0.1"),
+        ("grid: {algorithm.lr: [0.1, 0.10]}", "two cells are one, lr=0.1 and lr=0.1; expected"),
+        ("grid: {algorithm.lr: [1e-3, 1.0e-3]}", "two cells are one, lr=1e-3 and lr=0.001; expected different values"),
+        ("grid: {local: [{epochs: 2}, {epochs: 2.0}]}", "two cells are one, local={epochs: 2} and local={epochs: 2}"),
+        (
+            "grid: {model.name: [a/b, a_b]}",
+            "two cells would share the folder name=a_b: name=a/b and name=a_b; make them cases, which have names",
+        ),
+        ("set: {run.dir: x}", "run.dir: found x, but every run of a sweep has its own folder; give --out"),
+        ("grid: {run.dir: [x, y]}", "cell dir=x: run.dir: found x, but every run"),
+        (
+            "choose: {by: acuracy}",
+            "choose.by: found 'acuracy' (did you mean 'accuracy'?), expected one of accuracy, macro",
+        ),
+        (
+            "choose: {by: f1}\nset: {data: {name: glue/sst2}}",
+            "choose.by: found 'f1', expected one of accuracy, eval_loss",
+        ),
+        (
+            "choose: {rounds: 5}\ngrid: {lora.rank: [1, 2]}",
+            "choose.rounds: found 5, expected at most the 4 of federation.rounds",
+        ),
         ("seeds: [1, 1]", "seeds: found [1, 1], expected different whole numbers"),
         ("seeds: [one]", "seeds: found ['one']"),
         ("choose: 3", "choose: found 3, expected keys and values"),
@@ -212,9 +261,9 @@ def test_a_grid_file_that_is_not_there(tiny: Path, capsys: pytest.CaptureFixture
 
 def test_choosing_by_a_metric_that_the_task_has_not(tiny: Path, tmp_path: Path) -> None:
     grid = write(
-        tmp_path, set={"federation.rounds": 1}, grid={"algorithm.lr": [0.1, 0.2]}, choose={"rounds": 1, "by": "f1"}
+        tmp_path, set={"federation.rounds": 1}, grid={"algorithm.lr": [0.1, 0.2]}, choose={"rounds": 1, "by": "pearson"}
     )
-    with pytest.raises(UserError, match=r"choose\.by: found 'f1', expected one of accuracy, macro_f1, eval_loss"):
+    with pytest.raises(UserError, match=r"choose\.by: found 'pearson', expected one of accuracy, macro_f1, eval_loss"):
         sweep(tiny / "recipe.yaml", grid, tmp_path / "out")
 
 
