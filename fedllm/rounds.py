@@ -11,15 +11,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedllm.algorithms.base import Algorithm, RoundInfo, State
+from fedllm.algorithms.base import Algorithm, RoundInfo, State, check_declared
 from fedllm.blocks import BlockPartition
 from fedllm.clients import ClientStore
 from fedllm.crew import Crew
-from fedllm.errors import RunError, UserError
+from fedllm.errors import UserError
 from fedllm.memory import Waves
 from fedllm.problem import Problem
 from fedllm.profile import section
 from fedllm.random import numpy_rng
+from fedllm.reduction import aggregate, require_enough
 from fedllm.training import Share, deal, train_share
 
 
@@ -77,10 +78,29 @@ def sample(seed: int, round: int, num_clients: int, sampled: int, tracked: int) 
 def round_info(
     alg: Algorithm, problem: Problem, *, rounds: int, sampled: int, tracked: int | None, local_steps: int
 ) -> RoundInfo:
-    """The facts of the run, as of round 0. Raises UserError where S or T do not fit the federation."""
-    if not 1 <= sampled <= problem.num_clients:
+    """The facts of the run, as of round 0. Raises UserError where S or T do not fit the federation, or `alg` declares a
+    vector of another length than "d" or "B"."""
+    check_declared(alg)
+    blocks = problem.blocks
+    if blocks is None or getattr(alg, "blocks", None) == "elementwise":
+        blocks = BlockPartition.elementwise(problem.dim)
+    return run_info(
+        blocks,
+        rounds=rounds,
+        num_clients=problem.num_clients,
+        sampled=sampled,
+        tracked=tracked,
+        local_steps=local_steps,
+    )
+
+
+def run_info(
+    blocks: BlockPartition, *, rounds: int, num_clients: int, sampled: int, tracked: int | None, local_steps: int
+) -> RoundInfo:
+    """The same without a problem. Raises UserError where S or T do not fit the federation."""
+    if not 1 <= sampled <= num_clients:
         raise UserError(
-            f"federation.clients_per_round: found {sampled}, expected 1 to {problem.num_clients}, the number of clients"
+            f"federation.clients_per_round: found {sampled}, expected 1 to {num_clients}, the number of clients"
         )
     tracked = sampled if tracked is None else tracked
     if not 0 <= tracked <= sampled:
@@ -89,10 +109,7 @@ def round_info(
         )
     if local_steps < 1:
         raise UserError(f"local.steps: found {local_steps}, expected 1 or more")
-    blocks = problem.blocks
-    if blocks is None or getattr(alg, "blocks", None) == "elementwise":
-        blocks = BlockPartition.elementwise(problem.dim)
-    return RoundInfo(0, rounds, problem.num_clients, sampled, tracked, local_steps, blocks)
+    return RoundInfo(0, rounds, num_clients, sampled, tracked, local_steps, blocks)
 
 
 def blank(alg: Algorithm, problem: Problem, info: RoundInfo, x0: Tensor | None = None) -> Federation:
@@ -179,12 +196,8 @@ def run_round(
         found = Share.empty(alg, federation.x, info)
         for part in parts:
             found.join(part)
-        _require_enough(found.reduction.clients, plan.min_clients, found.rejected, info.index)
-        x, server = alg.aggregate(federation.x, federation.server, found.reduction.result(), info)
-        if not all(bool(torch.isfinite(value).all()) for value in (x, *server.values())):
-            raise RunError(
-                f"round {info.index + 1}: the aggregated model is not finite; lower algorithm.lr or server_lr"
-            )
+        require_enough(found.reduction.clients, plan.min_clients, found.rejected, info.index)
+        x, server = aggregate(alg, federation.x, federation.server, found.reduction.result(), info)
         for accepted, state in found.kept:
             federation.clients.put(accepted, state)
         drift = found.drift.measures()
@@ -214,16 +227,6 @@ def local_steps(problem: Problem, clients: Sequence[int], info: RoundInfo) -> di
         if count < 1:
             raise UserError(f"client {client}: has {count} local steps in round {info.index + 1}, expected at least 1")
     return steps
-
-
-def _require_enough(accepted: int, least: int, rejected: dict[int, str], index: int) -> None:
-    if accepted >= max(1, least):
-        return
-    reasons = "\n".join(f"  client {client}: {why}" for client, why in sorted(rejected.items()))
-    raise RunError(
-        f"round {index + 1}: {accepted} accepted uploads, federation.min_clients asks for {max(1, least)}. "
-        f"The last checkpoint is intact. Rejected:\n{reasons}"
-    )
 
 
 def _progress(plan: Plan, shares: Sequence[dict[int, int]]) -> Callable[[int], None]:
