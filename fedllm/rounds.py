@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fedllm import checked
 from fedllm.algorithms.base import Algorithm, RoundInfo, State, check_declared
 from fedllm.blocks import BlockPartition
 from fedllm.clients import ClientStore
@@ -82,6 +83,10 @@ def round_info(
     vector of another length than "d" or "B"."""
     check_declared(alg)
     blocks = problem.blocks
+    if blocks is not None and blocks.dim != problem.dim:
+        raise UserError(
+            f"{type(problem).__name__}.blocks: found {blocks.dim:,} coordinates, expected {problem.dim:,}, its dim"
+        )
     if blocks is None or getattr(alg, "blocks", None) == "elementwise":
         blocks = BlockPartition.elementwise(problem.dim)
     return run_info(
@@ -114,7 +119,7 @@ def run_info(
 
 def blank(alg: Algorithm, problem: Problem, info: RoundInfo, x0: Tensor | None = None) -> Federation:
     """The state before the first round, every vector at its plain initial value."""
-    x = (problem.initial() if x0 is None else x0).clone()
+    x = checked.start(problem, x0)
     x_cpu = x.cpu()
     store = ClientStore(lambda count: alg.init_clients(x_cpu.expand(count, -1), info))
     return Federation(0, x, alg.init_server(x, info), store)
@@ -135,7 +140,7 @@ def start(
     if not alg.needs_full_gradient():
         return federation
     everyone = range(problem.num_clients)
-    dealt = deal(dict(zip(everyone, problem.sizes(everyone).tolist(), strict=True)), shares)
+    dealt = deal(dict(zip(everyone, checked.sizes(problem, everyone).tolist(), strict=True)), shares)
     total = torch.zeros_like(federation.x, dtype=torch.float64)
     parts = (crew or Crew()).gradients(
         federation.x, dealt, cohort, lambda clients: full_gradients(alg, problem, federation.x, info, clients, cohort)
@@ -154,7 +159,7 @@ def full_gradients(
     total = torch.zeros_like(x, dtype=torch.float64)
     states: list[State] = []
     waves = Waves(clients, cohort)
-    for chunk, gradients in waves.each(lambda chunk: problem.full_gradient(x, chunk)):
+    for chunk, gradients in waves.each(lambda chunk: checked.full_gradient(problem, x, chunk)):
         total += gradients.sum(0, dtype=torch.float64)
         rows = alg.init_clients(x.expand(len(chunk), -1), info, gradients)
         states.append({name: value.cpu() for name, value in rows.items()})
@@ -219,13 +224,18 @@ def run_round(
 
 def local_steps(problem: Problem, clients: Sequence[int], info: RoundInfo) -> dict[int, int]:
     """Local steps of each client in round info.index: the problem's own, or the federation's K."""
-    found = problem.steps(clients, info.index)
+    found = checked.steps(problem, clients, info.index)
     if found is None:
         return dict.fromkeys(clients, info.local_steps)
-    steps = dict(zip(clients, (int(count) for count in found), strict=True))
+    steps = dict(zip(clients, found, strict=True))
     for client, count in steps.items():
         if count < 1:
             raise UserError(f"client {client}: has {count} local steps in round {info.index + 1}, expected at least 1")
+        if count > info.local_steps:
+            raise UserError(
+                f"client {client}: has {count} local steps in round {info.index + 1}, expected at most "
+                f"{info.local_steps}, the most of this federation; raise local_steps"
+            )
     return steps
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedllm import checked
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, clip
 from fedllm.drift import Drift
 from fedllm.errors import UserError
@@ -192,7 +193,7 @@ def _train(
         active = sum(count > k for count in counts)
         view = {name: value[:active] for name, value in local.items()}
         before = dict(view)
-        loss, g = problem.loss_and_gradient(view["x"], clients[:active], info.index, k)
+        loss, g = checked.loss_and_gradient(problem, view["x"], clients[:active], info.index, k)
         with section("optimizer"):
             alg.step(view, clip(g, alg.clip_norm), k + 1, rates[:active, k : k + 1], info)
         _require_in_place(alg, before, view)
@@ -224,7 +225,7 @@ def _require_in_place(alg: Algorithm, before: State, after: State) -> None:
 def _weights(alg: Algorithm, problem: Problem, clients: list[int], x: Tensor) -> Tensor:
     if alg.weights == "uniform":
         return torch.ones(len(clients), dtype=torch.float64, device=x.device)
-    return problem.sizes(clients).to(device=x.device, dtype=torch.float64)
+    return checked.sizes(problem, clients).to(device=x.device, dtype=torch.float64)
 
 
 def _listed(clients: Sequence[int]) -> str:
