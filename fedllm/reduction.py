@@ -57,9 +57,7 @@ def aggregate(alg: Algorithm, x: Tensor, server: State, reduced: Reduced, info: 
     of it is not finite."""
     answer: Any = alg.aggregate(x, server, reduced, info)
     if not (isinstance(answer, tuple) and len(answer) == 2):
-        raise UserError(
-            f"{type(alg).__name__}.aggregate: returned {type(answer).__name__}, expected (x, server vectors)"
-        )
+        raise UserError(f"{type(alg).__name__}.aggregate: found {type(answer).__name__}, expected (x, server vectors)")
     shapes = {name: (length(of, x, info),) for name, of in alg.server_vectors().items()}
     for what, found, expected in (
         ("the new x", {"x": answer[0]}, {"x": tuple(x.shape)}),

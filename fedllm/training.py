@@ -18,7 +18,7 @@ from fedllm.memory import Waves
 from fedllm.problem import Problem
 from fedllm.profile import section
 from fedllm.reduction import Reduction
-from fedllm.uploads import faults
+from fedllm.uploads import faults, misfit
 
 if TYPE_CHECKING:
     from fedllm.rounds import Federation
@@ -134,6 +134,8 @@ def train_share(
     waves = Waves(list(steps), cohort_size)
     for cohort, (began, rows, local, upload, state, loss) in waves.each(train):
         counts = [steps[client] for client in cohort]
+        _require_declared(alg, "what it sends", upload, reduction.lengths, federation.x, len(cohort))
+        _require_declared(alg, "what it keeps", state, reduction.kept_lengths, federation.x, len(cohort))
         sent = [_upload_bytes(alg, upload, client in tracked) for client in cohort]
         share.bytes_up, share.most_up = share.bytes_up + sum(sent), max(share.most_up, *sent)
         with section("reduce"):
@@ -220,6 +222,13 @@ def _require_in_place(alg: Algorithm, before: State, after: State) -> None:
                 f"{type(alg).__name__}.step: replaced local['{name}'], expected it changed in place; write "
                 f"local['{name}'] -= ... or local['{name}'].copy_(...), and make every entry in begin"
             )
+
+
+def _require_declared(alg: Algorithm, what: str, found: Any, lengths: Mapping[str, int], x: Tensor, rows: int) -> None:
+    """What `end` gives of the wrong names, shapes or dtype is the algorithm's mistake and no client's."""
+    if why := misfit(found, {name: (rows, length) for name, length in lengths.items()}, x.dtype):
+        declared = "client_vectors declares" if what == "what it keeps" else "uploads and tracked_uploads declare"
+        raise UserError(f"{type(alg).__name__}.end: of {what}, {why}, as {declared}")
 
 
 def _weights(alg: Algorithm, problem: Problem, clients: list[int], x: Tensor) -> Tensor:

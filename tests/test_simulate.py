@@ -433,3 +433,14 @@ class Rebinding(Algorithm):
 def test_a_step_that_rebinds_is_an_error_and_not_a_lost_step() -> None:
     with pytest.raises(UserError, match=r"Rebinding.step: replaced local\['x'\], expected it changed in place"):
         simulate(Rebinding(), quadratic(), rounds=1, local_steps=1)
+
+
+# The package.
+
+
+def test_the_package_lists_its_names() -> None:
+    import fedllm
+
+    assert {*fedllm.__all__, "__version__"} <= set(dir(fedllm))
+    assert fedllm.UserError is UserError
+    assert fedllm.RunError is RunError

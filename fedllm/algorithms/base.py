@@ -192,11 +192,11 @@ def length(of: Length, x: Tensor, info: RoundInfo) -> int:
 
 def check_declared(alg: Algorithm) -> None:
     """Raises UserError, naming method and vector, where `alg` declares a vector of no known length."""
-    for method in (alg.server_vectors, alg.client_vectors, alg.downloads, alg.uploads, alg.tracked_uploads):
-        for name, of in method().items():
+    for method in ("server_vectors", "client_vectors", "downloads", "uploads", "tracked_uploads"):
+        for name, of in getattr(alg, method)().items():
             if of not in ("d", "B"):
                 raise UserError(
-                    f"{type(alg).__name__}.{method.__name__}: '{name}' has length {of!r}, expected 'd', one number a "
+                    f"{type(alg).__name__}.{method}: '{name}' has length {of!r}, expected 'd', one number a "
                     "coordinate, or 'B', one a block"
                 )
 
