@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fedllm.algorithms import Algorithm, load_algorithm
+    from fedllm.errors import RunError, UserError
     from fedllm.problem import Problem, QuadraticProblem
     from fedllm.recipe import load_recipe
     from fedllm.run import run_recipe
@@ -22,11 +23,15 @@ _HOME = {
     "simulate": "simulation",
     "load_recipe": "recipe",
     "run_recipe": "run",
+    "RunError": "errors",
+    "UserError": "errors",
 }
 __all__ = [
     "Algorithm",
     "Problem",
     "QuadraticProblem",
+    "RunError",
+    "UserError",
     "load_algorithm",
     "load_recipe",
     "run_recipe",
@@ -39,3 +44,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fedllm' has no attribute '{name}'")
     return getattr(import_module(f"fedllm.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from fedllm.blocks import BlockPartition
+from fedllm.checked import require_vector, shown
+from fedllm.errors import UserError
 from fedllm.random import torch_rng
 
 
@@ -52,8 +54,9 @@ class Problem(ABC):
 class QuadraticProblem(Problem):
     """f_i(x) = 0.5 (x - a_i)' H_i (x - a_i), with exact gradients or gradients under Gaussian noise.
 
-    H [N, d, d] symmetric positive definite, a [N, d], both in the dtype the runs will have. noise: standard deviation
-    of the noise of each coordinate, drawn from (seed, round, client, step).
+    H [N, d, d] symmetric positive definite, a [N, d], both in the dtype the runs will have. x0 [d]: taken over into
+    that dtype; default 0. noise: standard deviation of each coordinate's noise, drawn from (seed, round, client, step).
+    local_steps, sizes: one number a client. Raises UserError where these do not fit together.
     """
 
     def __init__(
@@ -68,9 +71,18 @@ class QuadraticProblem(Problem):
         sizes: Sequence[int] | None = None,
         blocks: BlockPartition | None = None,
     ) -> None:
+        if not isinstance(a, Tensor) or a.ndim != 2 or not a.is_floating_point():
+            raise UserError(f"a: found {shown(a)}, expected [N, d] of floating-point numbers")
+        self.num_clients, self.dim = N, d = a.shape
+        if not isinstance(H, Tensor) or H.shape != (N, d, d) or H.dtype != a.dtype:
+            raise UserError(f"H: found {shown(H)}, expected {[N, d, d]} {a.dtype}, as a {[N, d]} has it")
+        for name, numbers in (("local_steps", local_steps), ("sizes", sizes)):
+            if numbers is not None and len(numbers) != N:
+                raise UserError(f"{name}: found {len(numbers)} numbers, expected {N}, one a client")
+        if x0 is not None:
+            require_vector("x0", x0, d)
         self.H, self.a, self.noise, self.seed, self.blocks = H, a, noise, seed, blocks
-        self.num_clients, self.dim = a.shape
-        self._x0 = torch.zeros_like(a[0]) if x0 is None else x0
+        self._x0 = torch.zeros_like(a[0]) if x0 is None else x0.detach().to(a)
         self._steps = None if local_steps is None else torch.as_tensor(local_steps)
         self._sizes = torch.ones(self.num_clients) if sizes is None else torch.as_tensor(sizes)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, State, length
+from fedllm.errors import RunError, UserError
+from fedllm.uploads import misfit
 
 
 class Reduction:
@@ -45,3 +50,32 @@ class Reduction:
         total = {name: self.sums[name].to(self._dtype) for name in self._tracked_names}
         rate_sum = self.counts["rate_sum"] / weight
         return Reduced(mean, total, rate_sum, self.clients, int(self.counts["tracked"]))
+
+
+def aggregate(alg: Algorithm, x: Tensor, server: State, reduced: Reduced, info: RoundInfo) -> tuple[Tensor, State]:
+    """alg.aggregate, its answer checked: UserError where it is not the one that `alg` declares, RunError where a value
+    of it is not finite."""
+    answer: Any = alg.aggregate(x, server, reduced, info)
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        raise UserError(f"{type(alg).__name__}.aggregate: found {type(answer).__name__}, expected (x, server vectors)")
+    shapes = {name: (length(of, x, info),) for name, of in alg.server_vectors().items()}
+    for what, found, expected in (
+        ("the new x", {"x": answer[0]}, {"x": tuple(x.shape)}),
+        ("the server's vectors", answer[1], shapes),
+    ):
+        if why := misfit(found, expected, x.dtype):
+            raise UserError(f"{type(alg).__name__}.aggregate: of {what}, {why}, as server_vectors declares")
+    if not all(bool(torch.isfinite(value).all()) for value in (answer[0], *answer[1].values())):
+        raise RunError(f"round {info.index + 1}: the aggregated model is not finite; lower algorithm.lr or server_lr")
+    return answer
+
+
+def require_enough(accepted: int, least: int, rejected: Mapping[int, str], index: int) -> None:
+    """Raises RunError, with why the others were rejected, where fewer uploads than `least`, or none, were accepted."""
+    if accepted >= max(1, least):
+        return
+    reasons = "\n".join(f"  client {client}: {why}" for client, why in sorted(rejected.items()))
+    raise RunError(
+        f"round {index + 1}: {accepted} accepted uploads, federation.min_clients asks for {max(1, least)}. "
+        f"The last checkpoint is intact. Rejected:\n{reasons}"
+    )

@@ -11,15 +11,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedllm.algorithms.base import Algorithm, RoundInfo, State
+from fedllm import checked
+from fedllm.algorithms.base import Algorithm, RoundInfo, State, check_declared
 from fedllm.blocks import BlockPartition
 from fedllm.clients import ClientStore
 from fedllm.crew import Crew
-from fedllm.errors import RunError, UserError
+from fedllm.errors import UserError
 from fedllm.memory import Waves
 from fedllm.problem import Problem
 from fedllm.profile import section
 from fedllm.random import numpy_rng
+from fedllm.reduction import aggregate, require_enough
 from fedllm.training import Share, deal, train_share
 
 
@@ -77,10 +79,33 @@ def sample(seed: int, round: int, num_clients: int, sampled: int, tracked: int) 
 def round_info(
     alg: Algorithm, problem: Problem, *, rounds: int, sampled: int, tracked: int | None, local_steps: int
 ) -> RoundInfo:
-    """The facts of the run, as of round 0. Raises UserError where S or T do not fit the federation."""
-    if not 1 <= sampled <= problem.num_clients:
+    """The facts of the run, as of round 0. Raises UserError where S or T do not fit the federation, or `alg` declares a
+    vector of another length than "d" or "B"."""
+    check_declared(alg)
+    blocks = problem.blocks
+    if blocks is not None and blocks.dim != problem.dim:
         raise UserError(
-            f"federation.clients_per_round: found {sampled}, expected 1 to {problem.num_clients}, the number of clients"
+            f"{type(problem).__name__}.blocks: found {blocks.dim:,} coordinates, expected {problem.dim:,}, its dim"
+        )
+    if blocks is None or getattr(alg, "blocks", None) == "elementwise":
+        blocks = BlockPartition.elementwise(problem.dim)
+    return run_info(
+        blocks,
+        rounds=rounds,
+        num_clients=problem.num_clients,
+        sampled=sampled,
+        tracked=tracked,
+        local_steps=local_steps,
+    )
+
+
+def run_info(
+    blocks: BlockPartition, *, rounds: int, num_clients: int, sampled: int, tracked: int | None, local_steps: int
+) -> RoundInfo:
+    """The same without a problem. Raises UserError where S or T do not fit the federation."""
+    if not 1 <= sampled <= num_clients:
+        raise UserError(
+            f"federation.clients_per_round: found {sampled}, expected 1 to {num_clients}, the number of clients"
         )
     tracked = sampled if tracked is None else tracked
     if not 0 <= tracked <= sampled:
@@ -89,15 +114,12 @@ def round_info(
         )
     if local_steps < 1:
         raise UserError(f"local.steps: found {local_steps}, expected 1 or more")
-    blocks = problem.blocks
-    if blocks is None or getattr(alg, "blocks", None) == "elementwise":
-        blocks = BlockPartition.elementwise(problem.dim)
-    return RoundInfo(0, rounds, problem.num_clients, sampled, tracked, local_steps, blocks)
+    return RoundInfo(0, rounds, num_clients, sampled, tracked, local_steps, blocks)
 
 
 def blank(alg: Algorithm, problem: Problem, info: RoundInfo, x0: Tensor | None = None) -> Federation:
     """The state before the first round, every vector at its plain initial value."""
-    x = (problem.initial() if x0 is None else x0).clone()
+    x = checked.start(problem, x0)
     x_cpu = x.cpu()
     store = ClientStore(lambda count: alg.init_clients(x_cpu.expand(count, -1), info))
     return Federation(0, x, alg.init_server(x, info), store)
@@ -118,7 +140,7 @@ def start(
     if not alg.needs_full_gradient():
         return federation
     everyone = range(problem.num_clients)
-    dealt = deal(dict(zip(everyone, problem.sizes(everyone).tolist(), strict=True)), shares)
+    dealt = deal(dict(zip(everyone, checked.sizes(problem, everyone).tolist(), strict=True)), shares)
     total = torch.zeros_like(federation.x, dtype=torch.float64)
     parts = (crew or Crew()).gradients(
         federation.x, dealt, cohort, lambda clients: full_gradients(alg, problem, federation.x, info, clients, cohort)
@@ -137,7 +159,7 @@ def full_gradients(
     total = torch.zeros_like(x, dtype=torch.float64)
     states: list[State] = []
     waves = Waves(clients, cohort)
-    for chunk, gradients in waves.each(lambda chunk: problem.full_gradient(x, chunk)):
+    for chunk, gradients in waves.each(lambda chunk: checked.full_gradient(problem, x, chunk)):
         total += gradients.sum(0, dtype=torch.float64)
         rows = alg.init_clients(x.expand(len(chunk), -1), info, gradients)
         states.append({name: value.cpu() for name, value in rows.items()})
@@ -179,12 +201,8 @@ def run_round(
         found = Share.empty(alg, federation.x, info)
         for part in parts:
             found.join(part)
-        _require_enough(found.reduction.clients, plan.min_clients, found.rejected, info.index)
-        x, server = alg.aggregate(federation.x, federation.server, found.reduction.result(), info)
-        if not all(bool(torch.isfinite(value).all()) for value in (x, *server.values())):
-            raise RunError(
-                f"round {info.index + 1}: the aggregated model is not finite; lower algorithm.lr or server_lr"
-            )
+        require_enough(found.reduction.clients, plan.min_clients, found.rejected, info.index)
+        x, server = aggregate(alg, federation.x, federation.server, found.reduction.result(), info)
         for accepted, state in found.kept:
             federation.clients.put(accepted, state)
         drift = found.drift.measures()
@@ -206,24 +224,19 @@ def run_round(
 
 def local_steps(problem: Problem, clients: Sequence[int], info: RoundInfo) -> dict[int, int]:
     """Local steps of each client in round info.index: the problem's own, or the federation's K."""
-    found = problem.steps(clients, info.index)
+    found = checked.steps(problem, clients, info.index)
     if found is None:
         return dict.fromkeys(clients, info.local_steps)
-    steps = dict(zip(clients, (int(count) for count in found), strict=True))
+    steps = dict(zip(clients, found, strict=True))
     for client, count in steps.items():
         if count < 1:
             raise UserError(f"client {client}: has {count} local steps in round {info.index + 1}, expected at least 1")
+        if count > info.local_steps:
+            raise UserError(
+                f"client {client}: has {count} local steps in round {info.index + 1}, expected at most "
+                f"{info.local_steps}, the most of this federation; raise local_steps"
+            )
     return steps
-
-
-def _require_enough(accepted: int, least: int, rejected: dict[int, str], index: int) -> None:
-    if accepted >= max(1, least):
-        return
-    reasons = "\n".join(f"  client {client}: {why}" for client, why in sorted(rejected.items()))
-    raise RunError(
-        f"round {index + 1}: {accepted} accepted uploads, federation.min_clients asks for {max(1, least)}. "
-        f"The last checkpoint is intact. Rejected:\n{reasons}"
-    )
 
 
 def _progress(plan: Plan, shares: Sequence[dict[int, int]]) -> Callable[[int], None]:

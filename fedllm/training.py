@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedllm import checked
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, clip
 from fedllm.drift import Drift
 from fedllm.errors import UserError
@@ -17,7 +18,7 @@ from fedllm.memory import Waves
 from fedllm.problem import Problem
 from fedllm.profile import section
 from fedllm.reduction import Reduction
-from fedllm.uploads import faults
+from fedllm.uploads import faults, misfit
 
 if TYPE_CHECKING:
     from fedllm.rounds import Federation
@@ -133,6 +134,8 @@ def train_share(
     waves = Waves(list(steps), cohort_size)
     for cohort, (began, rows, local, upload, state, loss) in waves.each(train):
         counts = [steps[client] for client in cohort]
+        _require_declared(alg, "what it sends", upload, reduction.lengths, federation.x, len(cohort))
+        _require_declared(alg, "what it keeps", state, reduction.kept_lengths, federation.x, len(cohort))
         sent = [_upload_bytes(alg, upload, client in tracked) for client in cohort]
         share.bytes_up, share.most_up = share.bytes_up + sum(sent), max(share.most_up, *sent)
         with section("reduce"):
@@ -192,7 +195,7 @@ def _train(
         active = sum(count > k for count in counts)
         view = {name: value[:active] for name, value in local.items()}
         before = dict(view)
-        loss, g = problem.loss_and_gradient(view["x"], clients[:active], info.index, k)
+        loss, g = checked.loss_and_gradient(problem, view["x"], clients[:active], info.index, k)
         with section("optimizer"):
             alg.step(view, clip(g, alg.clip_norm), k + 1, rates[:active, k : k + 1], info)
         _require_in_place(alg, before, view)
@@ -221,10 +224,17 @@ def _require_in_place(alg: Algorithm, before: State, after: State) -> None:
             )
 
 
+def _require_declared(alg: Algorithm, what: str, found: Any, lengths: Mapping[str, int], x: Tensor, rows: int) -> None:
+    """What `end` gives of the wrong names, shapes or dtype is the algorithm's mistake and no client's."""
+    if why := misfit(found, {name: (rows, length) for name, length in lengths.items()}, x.dtype):
+        declared = "client_vectors declares" if what == "what it keeps" else "uploads and tracked_uploads declare"
+        raise UserError(f"{type(alg).__name__}.end: of {what}, {why}, as {declared}")
+
+
 def _weights(alg: Algorithm, problem: Problem, clients: list[int], x: Tensor) -> Tensor:
     if alg.weights == "uniform":
         return torch.ones(len(clients), dtype=torch.float64, device=x.device)
-    return problem.sizes(clients).to(device=x.device, dtype=torch.float64)
+    return checked.sizes(problem, clients).to(device=x.device, dtype=torch.float64)
 
 
 def _listed(clients: Sequence[int]) -> str:

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from fedllm.algorithms.base import State
+
+def misfit(found: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> str | None:
+    """Why `found` is not exactly these tensors, plain ones of these shapes and this dtype; None where it is."""
+    if not isinstance(found, Mapping):
+        return f"found {type(found).__name__}, expected tensors {sorted(shapes)}"
+    if set(found) != set(shapes):
+        return f"found tensors {sorted(map(str, found))}, expected {sorted(shapes)}"
+    for name, shape in shapes.items():
+        value = found[name]
+        if not isinstance(value, Tensor):
+            is_found = type(value).__name__
+        elif value.layout != torch.strided or value.is_meta:
+            is_found = f"a {'meta' if value.is_meta else value.layout} tensor"
+        else:
+            is_found = f"{list(value.shape)} {value.dtype}"
+            if tuple(value.shape) == shape and value.dtype == dtype:
+                continue
+        return f"tensor '{name}': found {is_found}, expected {list(shape)} {dtype}"
+    return None
 
 
-def faults(upload: State, lengths: Mapping[str, int], dtype: torch.dtype, rows: int) -> dict[int, str]:
+def faults(upload: Any, lengths: Mapping[str, int], dtype: torch.dtype, rows: int) -> dict[int, str]:
     """Row -> why it must be rejected, for an upload {name: [C, length]} of `rows` clients; empty where all is well.
 
     lengths: the names expected, each with its number of values. A wrong name, shape or dtype rejects every row, since
     it cannot be told whose values are whose; a value that is not finite rejects its own row only.
     """
-    if set(upload) != set(lengths):
-        reason = f"found tensors {sorted(upload)}, expected {sorted(lengths)}"
+    if reason := misfit(upload, {name: (rows, length) for name, length in lengths.items()}, dtype):
         return dict.fromkeys(range(rows), reason)
-    for name, length in lengths.items():
-        tensor = upload[name]
-        if tuple(tensor.shape) != (rows, length) or tensor.dtype != dtype:
-            reason = f"tensor '{name}': found {list(tensor.shape)} {tensor.dtype}, expected [{rows}, {length}] {dtype}"
-            return dict.fromkeys(range(rows), reason)
     found: dict[int, str] = {}
     if not upload:
         return found
@@ -33,3 +47,10 @@ def faults(upload: State, lengths: Mapping[str, int], dtype: torch.dtype, rows: 
         count = int((~torch.isfinite(upload[name][row])).sum())
         found[row] = f"tensor '{name}': {count:,} of {lengths[name]:,} values are not finite"
     return found
+
+
+def fault(vectors: Any, lengths: Mapping[str, int], dtype: torch.dtype) -> str | None:
+    """The same of one set of vectors {name: [length]}: what is wrong with it, or None."""
+    if reason := misfit(vectors, {name: (length,) for name, length in lengths.items()}, dtype):
+        return reason
+    return faults({name: value[None] for name, value in vectors.items()}, lengths, dtype, 1).get(0)

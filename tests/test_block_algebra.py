@@ -162,6 +162,7 @@ def test_a_wrong_length_is_refused(method: str, shape: tuple[int, ...]) -> None:
         ({"scheme": "hesian"}, "scheme: found 'hesian', expected one of hessian"),
         ({"unknown": "row"}, "unknown: found 'row', expected error or tensor"),
         ({"min_block_size": 0}, "min_block_size: found 0"),
+        ({"min_block_size": 2.5}, "min_block_size: found 2.5, expected a whole number"),
     ],
 )
 def test_a_wrong_argument_is_refused(arguments: dict[str, object], message: str) -> None:

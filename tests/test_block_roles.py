@@ -334,6 +334,62 @@ def test_attention_that_cannot_be_told(case: str) -> None:
     assert bp.num_blocks == sum(distinct.get(id(p), 1) for p in model.parameters())
 
 
+# Attentions of unknown layout that stay frozen
+
+
+STRANGE: dict[str, Callable[[], nn.Module]] = {
+    "modernbert": lambda: tf.ModernBertForSequenceClassification(
+        tf.ModernBertConfig(**SMALL, intermediate_size=48, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+                            cls_token_id=3, sep_token_id=4)
+    ),
+    "gptneox": lambda: tf.GPTNeoXForSequenceClassification(
+        tf.GPTNeoXConfig(**SMALL, intermediate_size=48, pad_token_id=0)
+    ),
+    "deberta": lambda: tf.DebertaForSequenceClassification(tf.DebertaConfig(**SMALL, intermediate_size=48)),
+}  # fmt: skip
+HEADS = {"modernbert": "classifier", "gptneox": "score", "deberta": "classifier"}
+MLPS = {"modernbert": ["Wi"], "gptneox": ["dense_h_to_4h"], "deberta": ["intermediate.dense"]}
+QUERIES = {"modernbert": ["Wqkv"], "gptneox": ["query_key_value"], "deberta": ["in_proj"]}
+
+
+@pytest.mark.parametrize("unknown", ["error", "tensor"])
+@pytest.mark.parametrize("family", STRANGE)
+def test_a_frozen_attention_of_unknown_layout_leaves_the_rest_its_blocks(family: str, unknown: str) -> None:
+    model = STRANGE[family]()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(HEADS[family]))
+    rows = sum(len(p) if p.ndim == 2 else 1 for p in model.parameters() if p.requires_grad)
+    assert partition(model, unknown=unknown).num_blocks == rows
+    adapted = lora(STRANGE[family](), MLPS[family])
+    rows = sum(len(p) if p.ndim == 2 else 1 for p in adapted.parameters() if p.requires_grad)
+    assert partition(adapted, unknown=unknown).num_blocks == rows
+    for tuned in (lora(STRANGE[family](), QUERIES[family]), STRANGE[family]()):
+        with pytest.raises(RoleError, match="no known attention layout was found"):
+            partition(tuned)
+    with pytest.raises(RoleError, match="no known attention layout was found"):
+        partition(model, trainable_only=False)
+
+
+def swin() -> Any:
+    """Two stages, of 2 and 4 heads."""
+    config = tf.SwinConfig(image_size=32, patch_size=2, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4)
+    return tf.SwinForImageClassification(config)
+
+
+def test_swin_has_its_heads_by_stage() -> None:
+    assert [(a.num_heads, a.head_dim) for a in find_attention(swin())] == [(2, 8), (4, 8)]
+    model = lora(swin(), ["q_proj", "v_proj"])
+    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    blocks = partition(model)
+    found = [
+        sum("q_proj.lora_B head" in name and f"layers.{stage}." in name for name in blocks.names) for stage in (0, 1)
+    ]
+    assert found == [2, 4]
+    assert blocks.dim == sum(shape.numel() for shape in shapes.values())
+    with pytest.raises(RoleError, match=r"patch_embeddings.projection.weight"):
+        partition(swin())
+
+
 class Strange(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fedllm import load_algorithm, simulate
 from fedllm.assemble import Job, assemble
-from fedllm.client import Broadcast, Client
+from fedllm.client import Broadcast, Client, FederatedOptimizer, Upload
 from fedllm.recipe import load_recipe
 from fedllm.rounds import Plan, blank, run_round, sample, start
+from fedllm.server import Server
 from fedllm.simulation import SimulationResult
 
 # Float32 trajectories under another grouping: a relative tolerance on x after the last round.
@@ -182,6 +185,56 @@ def test_optimizer_in_a_plain_trainer_equals_client_equals_round_loop(tiny: Path
     for key, value in client.state.items():
         torch.testing.assert_close(value, site.state[key], rtol=1e-4, atol=2e-6)
         torch.testing.assert_close(value, federation.clients.get([1])[key], rtol=1e-4, atol=2e-6)
+
+
+class _CutOff(TrainerCallback):
+    """Ends the training after a number of steps, as a killed process would."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        control.should_training_stop = state.global_step == self.after
+
+
+@pytest.mark.parametrize("name", ["fadamgc", "localadamw"])
+def test_a_trainer_resumed_from_its_checkpoint_equals_the_uninterrupted_one(
+    tiny: Path, tmp_path: Path, name: str
+) -> None:
+    """Four steps of a round, cut off after the second; bit for bit."""
+    overrides = (f"algorithm={{name: {name}, lr: 1.0e-2}}", "local={steps: 4, batch_size: 4}")
+    built = job(tiny, *overrides, "lora.dropout=0", "model.dropout=0")
+    server = Server(built.algorithm, built.problem.initial(), built.info)
+
+    def begun() -> tuple[Client, FederatedOptimizer]:
+        client = Client(plain_model(built), built.algorithm, built.info)
+        return client, client.begin(server.broadcast(), steps=4)
+
+    def trained(client: Client, optimizer: FederatedOptimizer, **keys: Any) -> Upload:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=1, num_train_epochs=1, max_grad_norm=0.0,
+            lr_scheduler_type="constant", use_cpu=True, report_to=[], save_strategy="steps", save_steps=2,
+            disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        callbacks = [_CutOff(keys.pop("cut"))] if "cut" in keys else []
+        trainer = _InOrder(
+            client.model, arguments, train_dataset=_Rows(batches(built, 1, 0)), callbacks=callbacks,
+            data_collator=lambda items: items[0], optimizers=(optimizer, None),
+        )  # fmt: skip
+        trainer.train(**keys)
+        return client.finish(optimizer)
+
+    whole = trained(*begun())
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    half = trained(*begun(), cut=2)
+    assert half.steps == 2
+    client, optimizer = begun()
+    resumed = trained(client, optimizer, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.head == whole.head
+    assert resumed.steps == 4
+    for key, value in whole.items():
+        assert torch.equal(resumed[key], value)
 
 
 def test_same_seed_same_bits_other_seed_other_numbers(tiny: Path) -> None:

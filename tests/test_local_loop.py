@@ -169,7 +169,7 @@ def operations(alg: Algorithm, blocks: int, steps: int) -> int:
     """Operations of a local round with `steps` steps, over `blocks` parameters of ten numbers each."""
     layout = BlockPartition(tuple(whole(f"p{block}", "tensor", 10) for block in range(blocks)))
     d = layout.dim
-    given = Given(torch.zeros(2, 1, 1), torch.zeros(2, d), x0=torch.ones(d), blocks=layout)
+    given = Given(torch.zeros(2, 1, 1).expand(2, d, d), torch.zeros(2, d), x0=torch.ones(d), blocks=layout)
     with Counted() as counted:
         local_round(alg, given, [steps, steps])
     return len(counted.names)

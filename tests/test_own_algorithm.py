@@ -12,9 +12,30 @@ import torch
 
 from fedllm import QuadraticProblem, load_algorithm, load_recipe, simulate
 from fedllm.catalog import entry
+from fedllm.cli import main
 from fedllm.errors import UserError
 
 ROOT = Path(__file__).parents[1]
+MISTAKES = """
+from dataclasses import dataclass
+from fedllm.algorithms.base import Algorithm
+def own(**methods):
+    return dataclass(frozen=True, kw_only=True)(type("Own", (Algorithm,), {"step": lambda *_: None, **methods}))
+@dataclass(frozen=True, kw_only=True)
+class Needy(Algorithm):
+    q: float
+M = {"server_vectors": lambda self: {"m": "d"}}
+Forgetful = own(**M)
+Short = own(**M, aggregate=lambda self, x, server, reduced, info: (x, {"m": x[:2]}))
+Cut = own(aggregate=lambda self, x, server, reduced, info: (x[:2], {}))
+Alone = own(aggregate=lambda self, x, server, reduced, info: x)
+Careless = own(client_vectors=lambda self: {"c": "d"})
+Silent = own(uploads=lambda self: {"d": "d", "z": "d"})
+Misread = own(server_vectors=lambda self: {"m": "D"})
+for name, cls in list(vars().items()):
+    if isinstance(cls, type):
+        cls.__name__ = name
+"""
 PAGE = (ROOT / "docs" / "your_own_algorithm.md").read_text(encoding="utf-8")
 
 
@@ -23,10 +44,14 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     """A user's folder with fedsign.py in it, as the current one."""
     (module,) = re.findall(r"```python\n(# fedsign\.py\n.*?)```", PAGE, re.DOTALL)
     (tmp_path / "fedsign.py").write_text(module, encoding="utf-8")
+    (tmp_path / "mistakes.py").write_text(MISTAKES, encoding="utf-8")
+    (tmp_path / "broken.py").write_text("def f(:", encoding="utf-8")
+    (tmp_path / "raising.py").write_text("1 / 0", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
-    sys.modules.pop("fedsign", None)
+    for module in ("fedsign", "mistakes"):
+        sys.modules.pop(module, None)
 
 
 def test_first_rounds_go_along_the_sign_of_the_update(own_folder: Path) -> None:
@@ -66,6 +91,15 @@ def test_the_catalog_describes_it(own_folder: Path) -> None:
         ("fedsign:FedSign", {"beta": 2}, r"algorithm.beta: found 2.0, expected a number in \[0, 1\]"),
         ("fedsign:FedSign", {"bta": 0.2}, r"algorithm.bta: unknown key \(did you mean 'beta'\?\)"),
         ("fedsign:FedSing", {}, "algorithm.name: 'fedsign:FedSing' could not be loaded"),
+        (
+            ".fedsign:FedSign",
+            {},
+            "algorithm.name: '.fedsign:FedSign' could not be loaded: .*expected package.module:Class",
+        ),
+        (":FedSign", {}, "algorithm.name: ':FedSign' could not be loaded: .*expected package.module:Class"),
+        ("mistakes:Needy", {}, r"algorithm.name: Needy.q has no default; write q = setting\(default, \.\.\.\)"),
+        ("broken:X", {}, r"algorithm.name: 'broken:X' could not be loaded: SyntaxError: .*broken.py, line 1"),
+        ("raising:X", {}, "algorithm.name: 'raising:X' could not be loaded: ZeroDivisionError: division by zero"),
         ("fedsing:FedSign", {}, "algorithm.name: 'fedsing:FedSign' could not be loaded: No module named 'fedsing'"),
         ("pathlib:Path", {}, "algorithm.name: 'pathlib:Path' is not a subclass of fedllm.algorithms.Algorithm"),
     ],
@@ -73,3 +107,32 @@ def test_the_catalog_describes_it(own_folder: Path) -> None:
 def test_mistakes_are_named(own_folder: Path, name: str, keys: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_algorithm(name, **keys)
+
+
+@pytest.mark.parametrize("name", [".fedsign:X", ":X", "mistakes:Needy", "broken:X", "raising:X"])
+def test_the_command_shows_no_traceback(own_folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["algorithms", name]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "Forgetful",
+            r"Forgetful.aggregate: of the server's vectors, found tensors \[\], expected \['m'\], as server_v",
+        ),
+        ("Short", r"Short.aggregate: of the server's vectors, tensor 'm': found \[2\] .*, expected \[6\]"),
+        ("Cut", r"Cut.aggregate: of the new x, tensor 'x': found \[2\] .*, expected \[6\]"),
+        ("Alone", r"Alone.aggregate: found Tensor, expected \(x, server vectors\)"),
+        (
+            "Careless",
+            r"Careless.end: of what it keeps, found tensors \[\], expected \['c'\], as client_vectors declares",
+        ),
+        ("Silent", r"Silent.end: of what it sends, found tensors \['d'\], expected \['d', 'z'\], as uploads and"),
+        ("Misread", r"Misread.server_vectors: 'm' has length 'D', expected 'd', one number a coordinate, or 'B', one"),
+    ],
+)
+def test_what_a_method_forgets_is_named(own_folder: Path, name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        simulate(load_algorithm(f"mistakes:{name}"), QuadraticProblem.random(4, 6), rounds=2, local_steps=1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fedllm import Algorithm, Problem, QuadraticProblem, load_algorithm, simulate
 from fedllm.algorithms.base import RoundInfo, State
+from fedllm.blocks import BlockPartition
 from fedllm.errors import RunError, UserError
 from fedllm.rounds import Plan, round_info, run_round, sample, start
 
@@ -227,7 +229,154 @@ def test_noise_belongs_to_client_round_and_step_and_not_to_the_cohort() -> None:
         assert not torch.allclose(problem.gradient(X[:1], *other) - problem.full_gradient(X[0], other[0]), alone)
 
 
+# Clients that are rejected.
+
+
+class Sick(Lines):
+    """Client 2's gradients are not numbers from round 1 on."""
+
+    def gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> Tensor:
+        g = super().gradient(X, clients, round, step)
+        return torch.where(torch.tensor([[client == 2 and round >= 1] for client in clients]), torch.nan, g)
+
+
+def test_rejected_clients_are_warned_of_and_stand_in_the_result() -> None:
+    why = "tensor 'd': 1 of 1 values are not finite"
+    with pytest.warns(UserWarning, match=f"round 2: client 2 rejected: {why}"):
+        result = simulate(FEDAVG, Sick(), rounds=2, local_steps=1)
+    assert result.rejected == [{}, {2: why}]
+    assert result.history[:, 0].tolist() == pytest.approx([0, -0.1 * 10 / 4, -0.1 * (10 / 4 + 7 / 3)])
+
+
+# Starts.
+
+
+def test_a_start_is_taken_over_into_the_problems_dtype() -> None:
+    x0 = torch.tensor([0.1, 0.2, 0.3])
+    assert simulate(FEDAVG, quadratic(), rounds=1, local_steps=1, x0=x0).history.dtype == torch.float64
+    assert torch.equal(quadratic(x0=x0).initial(), x0.double())
+
+
+@pytest.mark.parametrize("where", ["simulate", "problem"])
+@pytest.mark.parametrize(
+    ("x0", "found"),
+    [
+        (torch.zeros(4), r"\[4\] torch.float32"),
+        (torch.zeros(1, 3), r"\[1, 3\] torch.float32"),
+        (torch.zeros(3, dtype=torch.int64), r"\[3\] torch.int64"),
+        ([0.0] * 3, "list"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_named(where: str, x0: object, found: str) -> None:
+    start = quadratic if where == "problem" else partial(simulate, FEDAVG, quadratic(), rounds=1, local_steps=1)
+    with pytest.raises(UserError, match=rf"x0: found {found}, expected \[3\] of floating-point numbers"):
+        start(x0=x0)
+
+
+# The most steps of a client, K.
+
+
+@pytest.mark.parametrize("name", ["fedadamw", "padamfed"])
+def test_the_most_steps_of_a_client_are_those_of_the_problem(name: str) -> None:
+    alg, problem = load_algorithm(name), quadratic(local_steps=[4, 2, 4, 3, 1])
+    few, right = (simulate(alg, problem, rounds=3, local_steps=count) for count in (1, 4))
+    assert torch.equal(few.x, right.x)
+
+
+def test_more_steps_in_a_later_round_are_an_error() -> None:
+    class Growing(Lines):
+        def steps(self, clients: Sequence[int], round: int) -> Tensor:
+            return torch.tensor([2 + 3 * round if client == 1 else 2 for client in clients])
+
+    with pytest.raises(UserError, match="client 1: has 5 local steps in round 2, expected at most 2, the most of this"):
+        simulate(FEDAVG, Growing(), rounds=2, local_steps=1)
+
+
+# What a problem may get wrong.
+
+
+def graph(self: Lines, X: Tensor, *_: object) -> Tensor:
+    return X.clone().requires_grad_() * 2
+
+
+def in_place(self: Lines, X: Tensor, *_: object) -> Tensor:
+    X -= 1
+    return X
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "message"),
+    [
+        ("gradient", lambda self, X, *_: X[0], r"found \[1\] torch.float64, expected \[4, 1\] torch.float64, a row"),
+        ("gradient", lambda self, X, *_: X[:1], r"found \[1, 1\] torch.float64, expected \[4, 1\] torch.float64"),
+        ("gradient", lambda self, X, *_: X.sum(), r"found \[\] torch.float64, expected \[4, 1\] torch.float64"),
+        ("gradient", lambda self, X, *_: X.float(), r"found \[4, 1\] torch.float32, expected \[4, 1\] torch.float64"),
+        ("gradient", lambda self, X, *_: None, r"found NoneType, expected \[4, 1\] torch.float64"),
+        (
+            "gradient",
+            graph,
+            r"found \[4, 1\] torch.float64 with its graph, expected \[4, 1\] torch.float64, .* detached",
+        ),
+        ("gradient", in_place, r"changed X in place, expected it untouched; work on X.clone\(\)"),
+        ("full_gradient", lambda self, x, clients: x, r"found \[1\] torch.float64, expected \[4, 1\] torch.float64"),
+        ("initial", lambda self: torch.zeros(1, 1), r"found \[1, 1\] torch.float32, expected \[1\] of floating-point"),
+        ("sizes", lambda self, clients: torch.ones(1), r"found \[1.0\], expected a tensor of 4 positive numbers"),
+        ("sizes", lambda self, clients: [1] * 4, r"found \[1, 1, 1, 1\], expected a tensor of 4 positive numbers"),
+        ("sizes", lambda self, clients: torch.tensor([1, 0, 1, 1]), r"found \[1, 0, 1, 1\], expected a tensor of 4"),
+        ("steps", lambda self, clients, round: torch.ones(1), r"found \[1.0\], expected 4 whole numbers, one a client"),
+        ("steps", lambda self, clients, round: [1.5] * 4, r"found \[1.5, .*\], expected 4 whole numbers, one a client"),
+    ],
+)
+def test_a_method_that_gives_something_else_is_named(method: str, wrong: object, message: str) -> None:
+    """Where each of these would otherwise run on other numbers, or fail far away."""
+    mistaken = type("Mistaken", (Lines,), {method: wrong, "loss_and_gradient": Problem.loss_and_gradient})
+    alg = load_algorithm("fadamgc", weights="size", tracking_init="gradient" if method == "full_gradient" else "zero")
+    with pytest.raises(UserError, match=f"Mistaken.{method}: {message}"):
+        simulate(alg, mistaken(), rounds=1, local_steps=1)
+
+
+H, A = quadratic().H, quadratic().a
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys", "message"),
+    [
+        ((H[:3], A), {}, r"H: found \[3, 3, 3\] torch.float64, expected \[5, 3, 3\] torch.float64, as a \[5, 3\]"),
+        ((H.float(), A), {}, r"H: found \[5, 3, 3\] torch.float32, expected \[5, 3, 3\] torch.float64"),
+        ((H, A[0]), {}, r"a: found \[3\] torch.float64, expected \[N, d\] of floating-point numbers"),
+        ((H, A), {"sizes": [1, 2]}, "sizes: found 2 numbers, expected 5, one a client"),
+        ((H, A), {"local_steps": [1, 2]}, "local_steps: found 2 numbers, expected 5, one a client"),
+    ],
+)
+def test_quadratics_that_do_not_fit_together(arguments: tuple, keys: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        QuadraticProblem(*arguments, **keys)
+
+
+def test_blocks_of_another_size_are_named() -> None:
+    problem = quadratic(blocks=BlockPartition.single(4))
+    with pytest.raises(UserError, match=r"QuadraticProblem.blocks: found 4 coordinates, expected 3, its dim"):
+        simulate(load_algorithm("fedadamw"), problem, rounds=1, local_steps=1)
+
+
 # What a user may get wrong.
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"alg": "fadamgc"}, "alg: found 'fadamgc', expected an algorithm, as load_algorithm"),
+        ({"problem": None}, "problem: found None, expected an instance of a subclass of fedllm.Problem"),
+        ({"rounds": 2.0}, "rounds: found 2.0, expected a whole number"),
+        ({"clients_per_round": 2.0}, "clients_per_round: found 2.0, expected a whole number"),
+        ({"seed": 1.5}, "seed: found 1.5, expected a whole number"),
+        ({"seed": None}, "seed: found None, expected a whole number"),
+    ],
+)
+def test_arguments_of_another_kind(keys: dict, message: str) -> None:
+    arguments = {"alg": FEDAVG, "problem": quadratic(), "rounds": 2, "local_steps": 1}
+    with pytest.raises(UserError, match=message):
+        simulate(**{**arguments, **keys})
 
 
 @pytest.mark.parametrize(
@@ -242,6 +391,10 @@ def test_noise_belongs_to_client_round_and_step_and_not_to_the_cohort() -> None:
         ({"schedule": [([0], []), ([5], [])]}, r"schedule\[1\]: found clients \[5\], expected different ones of 0..4"),
         ({"schedule": [([0, 0], []), ([1], [])]}, r"schedule\[0\]: found clients \[0, 0\], expected different"),
         ({"schedule": [([], []), ([1], [])]}, r"schedule\[0\]: found clients \[\], expected different"),
+        ({"schedule": [[0, 1], [1, 2]]}, r"schedule\[0\]: found \[0, 1\], expected two lists of whole numbers, \(cl"),
+        ({"schedule": [([0.7, 1], []), ([1], [])]}, r"schedule\[0\]: found \(\[0.7, 1\], \[\]\), expected two lists"),
+        ({"rounds": -1}, "rounds: found -1, expected 0 or more"),
+        ({"cohort": 0}, "cohort: found 0, expected 1 or more"),
         ({"schedule": [([0], [1]), ([1], [])]}, r"schedule\[0\]: found tracked \[1\], expected some of its clients"),
     ],
 )
@@ -253,6 +406,15 @@ def test_numbers_that_do_not_fit_the_federation(keys: dict, message: str) -> Non
 def test_a_client_without_steps_is_named() -> None:
     with pytest.raises(UserError, match="client 2: has 0 local steps in round 1, expected at least 1"):
         simulate(FEDAVG, Lines(steps=[1, 1, 0, 1]), rounds=1, local_steps=1)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine_rounds"])
+@pytest.mark.parametrize("index", [-1, 3, 7])
+def test_rounds_past_the_end_have_no_rate(schedule: str, index: int) -> None:
+    alg = load_algorithm("scaffold", lr=0.1, schedule=schedule)
+    info = round_info(alg, quadratic(), rounds=3, sampled=2, tracked=2, local_steps=2)
+    with pytest.raises(UserError, match=rf"round {index} \(from 0\): expected 0 to 2 in a run of 3 rounds"):
+        alg.rates(torch.tensor([2]), replace(info, index=index))
 
 
 def test_a_diverging_run_stops_with_a_reason() -> None:
@@ -271,3 +433,14 @@ class Rebinding(Algorithm):
 def test_a_step_that_rebinds_is_an_error_and_not_a_lost_step() -> None:
     with pytest.raises(UserError, match=r"Rebinding.step: replaced local\['x'\], expected it changed in place"):
         simulate(Rebinding(), quadratic(), rounds=1, local_steps=1)
+
+
+# The package.
+
+
+def test_the_package_lists_its_names() -> None:
+    import fedllm
+
+    assert {*fedllm.__all__, "__version__"} <= set(dir(fedllm))
+    assert fedllm.UserError is UserError
+    assert fedllm.RunError is RunError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,16 @@ def _outside_class(name: str) -> type[Algorithm]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"name: '{name}' could not be loaded: {error}; expected package.module:Class") from error
+    except Exception as error:  # whatever the user's module does when it is imported
+        kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        raise UserError(f"name: '{name}' could not be loaded: {kind}{error}; expected package.module:Class") from error
     if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
         raise UserError(f"name: '{name}' is not a subclass of fedllm.algorithms.Algorithm")
+    for field in fields(cls):
+        if field.default is MISSING and field.default_factory is MISSING:
+            raise UserError(
+                f"name: {class_name}.{field.name} has no default; write {field.name} = setting(default, ...)"
+            )
     return cls
 
 

@@ -163,7 +163,15 @@ class Algorithm:
         return self.lr
 
     def rates(self, steps: Tensor, info: RoundInfo) -> Tensor:
-        """Local rates [C, K] (float64, zero after a client's last step) for clients that take steps [C] steps."""
+        """Local rates [C, K] (float64, zero after a client's last step) for clients that take steps [C] steps.
+
+        Raises UserError for a round that is none of the run's: a schedule has no rate there.
+        """
+        if not 0 <= info.index < info.total:
+            raise UserError(
+                f"round {info.index} (from 0): expected 0 to {info.total - 1} in a run of {info.total} rounds; begin "
+                "the run with more of them"
+            )
         rate = self.base_rate(info)
         if self.warmup_rounds:
             rate *= min(1.0, (info.index + 1) / self.warmup_rounds)
@@ -180,6 +188,17 @@ class Algorithm:
 def length(of: Length, x: Tensor, info: RoundInfo) -> int:
     """How many numbers a vector of this length holds, for x [d] or [C, d]."""
     return x.shape[-1] if of == "d" else info.blocks.num_blocks
+
+
+def check_declared(alg: Algorithm) -> None:
+    """Raises UserError, naming method and vector, where `alg` declares a vector of no known length."""
+    for method in ("server_vectors", "client_vectors", "downloads", "uploads", "tracked_uploads"):
+        for name, of in getattr(alg, method)().items():
+            if of not in ("d", "B"):
+                raise UserError(
+                    f"{type(alg).__name__}.{method}: '{name}' has length {of!r}, expected 'd', one number a "
+                    "coordinate, or 'B', one a block"
+                )
 
 
 # Checks of hyper-parameters; None, where a setting allows it, means "not set".

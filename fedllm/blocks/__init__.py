@@ -43,7 +43,8 @@ def partition(
             LoRA direction (its rows; the columns of a GPT-2 Conv1D, with its fused query, key and value told apart);
             vectors whole. `tensor`: one block a tensor. `elementwise`: one a coordinate. `none`: one in all.
     trainable_only: only the parameters that require a gradient.
-    unknown: what becomes of a weight whose role cannot be told: `error`, or `tensor` (one block).
+    unknown: what becomes of a weight whose role cannot be told: `error`, or `tensor` (one block). An attention of an
+            unknown layout does not stand in the way of the rest if none of its own weights are to be cut.
     min_block_size: merge neighbouring blocks inside a tensor until each has so many coordinates, or is the whole
             tensor. This is the paper's cap of floor(d / min_block_size) blocks, kept tensor by tensor.
 
@@ -54,8 +55,8 @@ def partition(
         raise ValueError(f"scheme: found {scheme!r}, expected one of {', '.join(SCHEMES)}")
     if unknown not in ("error", "tensor"):
         raise ValueError(f"unknown: found {unknown!r}, expected error or tensor")
-    if min_block_size is not None and min_block_size < 1:
-        raise ValueError(f"min_block_size: found {min_block_size}, expected 1 or more")
+    if min_block_size is not None and (not isinstance(min_block_size, int) or min_block_size < 1):
+        raise ValueError(f"min_block_size: found {min_block_size}, expected a whole number, 1 or more")
     shapes = {
         name: parameter.shape
         for name, parameter in model.named_parameters()

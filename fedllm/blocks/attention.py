@@ -74,6 +74,11 @@ def find_attention(model: nn.Module) -> list[Attention]:
     return found
 
 
+def strange_attentions(modules: dict[str, nn.Module]) -> list[str]:
+    """Paths of the modules that are an attention by the name of their class, whatever their layout."""
+    return [path for path, module in modules.items() if "Attention" in type(module).__name__]
+
+
 def is_inside(path: str, container: str) -> bool:
     """Whether the module at `path` is `container` or below it; the root '' contains everything."""
     return not container or path == container or path.startswith(container + ".")
@@ -149,8 +154,10 @@ def _check(modules: dict[str, nn.Module], path: str, side: str, expected: int, r
 
 def _head_counts(modules: dict[str, nn.Module], path: str, query: str) -> tuple[int, int, int]:
     """num_heads, num_kv_heads and head_dim from the nearest enclosing config that names heads."""
-    config = next((c for c in _configs(modules, path) if _num_heads(c)), None)
-    if config is None:
+    config = next((c for c in _configs(modules, path) if getattr(c, "num_attention_heads", None)), None)
+    if config is None or not _num_heads(config):
+        if counted := _own_heads(modules, path, query):  # the config has one count a stage, or there is no config
+            return counted
         raise RoleError(
             f"{path or type(modules[path]).__name__} is laid out as attention, but no enclosing module has a config "
             "with num_attention_heads: give the model one, for example "
@@ -164,12 +171,28 @@ def _head_counts(modules: dict[str, nn.Module], path: str, query: str) -> tuple[
         if not isinstance(hidden, int) or hidden % heads:
             raise RoleError(f"{type(config).__name__} has {heads} heads but hidden_size {hidden} and no head_dim")
         head_dim = hidden // heads
-    for holder in (path, query.rpartition(".")[0]):  # the module's own count, where it keeps one, must agree
+    for holder in _holders(path, query):  # the module's own count, where it keeps one, must agree
         for attribute in _HEAD_COUNTS:
             own = getattr(modules[holder], attribute, heads)
             if isinstance(own, int) and own != heads:
                 raise RoleError(f"{holder}.{attribute} is {own}, but {type(config).__name__} has {heads} heads")
     return heads, kv_heads, head_dim
+
+
+def _own_heads(modules: dict[str, nn.Module], path: str, query: str) -> tuple[int, int, int] | None:
+    """The same from the attention's own attributes, if it keeps a count of heads that divides its queries."""
+    sizes = features(modules[query])
+    for holder in _holders(path, query):
+        for attribute in _HEAD_COUNTS:
+            heads = getattr(modules[holder], attribute, None)
+            if isinstance(heads, int) and sizes is not None and heads > 0 and sizes[1] % heads == 0:
+                return heads, heads, sizes[1] // heads
+    return None
+
+
+def _holders(path: str, query: str) -> tuple[str, str]:
+    """The modules that may keep a count of heads: the attention, and the one that holds its query."""
+    return path, query.rpartition(".")[0]
 
 
 def _configs(modules: dict[str, nn.Module], path: str) -> Iterator[object]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .attention import Attention, RoleError, features, find_attention, is_conv1d, is_inside
+from .attention import Attention, RoleError, features, find_attention, is_conv1d, is_inside, strange_attentions
 from .layout import Run, Tile, whole
 from .wrappers import LAYER, Place, find_places, is_wrapper, modules_by_path, unwrap
 
@@ -25,7 +25,7 @@ def role_tiles(model: nn.Module, shapes: dict[str, torch.Size], unknown: str) ->
 
     Raises RoleError naming the weights that have no role (unknown='error'), or what find_attention could not tell.
     """
-    roles = Roles.of(model, unknown)
+    roles = Roles.of(model, unknown, shapes)
     tiles = {name: roles.tile(name, shape) for name, shape in shapes.items()}
     if unknown == "error":
         _refuse((name, shapes[name]) for name, tile in tiles.items() if tile.role == UNKNOWN)
@@ -53,13 +53,17 @@ class Roles:
     attentions: list[str]
 
     @classmethod
-    def of(cls, model: nn.Module, unknown: str) -> Roles:
-        """Resolve a model. If its attention cannot be, unknown='tensor' leaves every linear layer without a role."""
+    def of(cls, model: nn.Module, unknown: str, wanted: Iterable[str]) -> Roles:
+        """Resolve a model. If its attention cannot be, but holds none of the parameters `wanted`, only the layers in it
+        are without a role; if it holds some, unknown='tensor' leaves every linear layer without one."""
         modules = modules_by_path(model)
         places = find_places(modules)
         try:
             found = find_attention(model)
         except RoleError as error:
+            strange = strange_attentions(modules)
+            if strange and not any(is_inside(name, path) for name in wanted for path in strange):
+                return cls(modules, places, {}, strange)
             if unknown == "error":
                 raise RoleError(f"{error}; {_ADVICE}") from None
             return cls(modules, places, {}, [""])
