@@ -176,6 +176,10 @@ def _wall(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+class _StepTakenError(Exception):
+    """Ends a round after its first step."""
+
+
 def startup_point(recipe: str) -> dict[str, float]:
     """CPU seconds from the process's start to the end of the first local step, by what they went to."""
     laps = [("python", time.process_time())]
@@ -212,9 +216,9 @@ def startup_point(recipe: str) -> dict[str, float]:
 
     def stop(done: int, total: int) -> None:
         lap("first step")
-        raise StopIteration
+        raise _StepTakenError
 
-    with contextlib.suppress(StopIteration):
+    with contextlib.suppress(_StepTakenError):
         run_round(job.algorithm, job.problem, federation, info, clients, tracked, Plan(job.cohort, progress=stop))
     found: dict[str, float] = {}
     for (_, begin), (name, end) in zip([("", 0.0), *laps], laps, strict=False):

@@ -33,7 +33,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _cost(axes: Axes, found: dict[str, Any]) -> None:
-    for name, batch, marker, place in (("sampled", 2, "o-", (8, -12)), ("sampled, larger batch", 16, "^-", (20, 5))):
+    for name, batch, marker, place in (("sampled", 2, "o-", (5, 3)), ("sampled, larger batch", 16, "^-", (12, -52))):
         sampled = {int(size): 1e3 * statistics.median(v) for size, v in found[name]["seconds_a_client"].items()}
         axes.plot(list(sampled), list(sampled.values()), marker, color=_BLUE)
         axes.annotate(f"of S sampled, N = 1000,\nbatches of {batch}", (1, sampled[1]), place, **_beside(_BLUE))
@@ -41,7 +41,7 @@ def _cost(axes: Axes, found: dict[str, Any]) -> None:
     values = [1e3 * statistics.median(point["seconds_a_round"]) / 10 for point in points]
     axes.plot([point["clients"] for point in points], values, "s--", color=_RED)
     axes.annotate(
-        "of N in the federation,\nS = 10", (points[-1]["clients"], values[-1]), (0, -30), ha="right", **_beside(_RED)
+        "of N, S = 10, batches of 2", (points[-1]["clients"], values[-1]), (4, 20), ha="right", **_beside(_RED)
     )
     axes.set(xscale="log", ylim=(0, None), xlabel="clients", title="CPU ms a sampled client")
 
