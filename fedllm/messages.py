@@ -63,4 +63,7 @@ def check_broadcast(broadcast: Broadcast, x: Tensor, algorithm: Algorithm, info:
     found = {"x": broadcast.x} | {name: value for name, value in broadcast.server.items() if name not in unused}
     lengths = {"x": len(x)} | {name: length(of, x, info) for name, of in algorithm.downloads().items()}
     if why := fault(found, lengths, x.dtype):
-        raise UserError(f"broadcast of round {broadcast.round}: {why}; send what Server.broadcast() gives")
+        raise UserError(
+            f"broadcast of round {broadcast.round}: {why}; send what Server.broadcast() gives, of a "
+            "Server that was made with this client's info"
+        )

@@ -84,6 +84,12 @@ def test_the_start_is_not_changed() -> None:
     assert not torch.equal(result.x, x0)
 
 
+def test_inference_mode_changes_nothing() -> None:
+    expected = simulate(FEDAVG, quadratic(), rounds=2, local_steps=2).x
+    with torch.inference_mode():
+        assert torch.equal(simulate(FEDAVG, quadratic(), rounds=2, local_steps=2).x, expected)
+
+
 def test_seed_decides_and_nothing_else() -> None:
     def run(seed: int, global_seed: int) -> Tensor:
         torch.manual_seed(global_seed)
@@ -351,6 +357,12 @@ H, A = quadratic().H, quadratic().a
 def test_quadratics_that_do_not_fit_together(arguments: tuple, keys: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         QuadraticProblem(*arguments, **keys)
+
+
+@pytest.mark.parametrize(("N", "d", "name"), [(0, 3, "num_clients"), (2.0, 3, "num_clients"), (2, 0, "dim")])
+def test_random_quadratics_need_clients_and_coordinates(N: int, d: int, name: str) -> None:
+    with pytest.raises(UserError, match=f"{name}: found .*, expected a whole number, 1 or more"):
+        QuadraticProblem.random(N, d)
 
 
 def test_blocks_of_another_size_are_named() -> None:
