@@ -28,10 +28,10 @@ def loss_and_gradient(
     problem: Problem, X: Tensor, clients: Sequence[int], round: int, step: int
 ) -> tuple[Tensor | None, Tensor]:
     """problem.loss_and_gradient, of which shape, dtype, graph and an unchanged X are checked."""
-    before = X._version
+    before = _version(X)
     loss, g = problem.loss_and_gradient(X, clients, round, step)
     _require_rows(problem, "gradient", g, X)
-    if X._version != before:
+    if _version(X) != before:
         raise UserError(
             f"{type(problem).__name__}.gradient: changed X in place, expected it untouched; work on X.clone()"
         )
@@ -67,6 +67,11 @@ def steps(problem: Problem, clients: Sequence[int], round: int) -> list[int] | N
             f"{type(problem).__name__}.steps: found {counts}, expected {len(clients)} whole numbers, one a client"
         )
     return [int(count) for count in counts]
+
+
+def _version(X: Tensor) -> int:
+    """How often X was changed in place, 0 in torch.inference_mode, where it is not counted."""
+    return 0 if X.is_inference() else X._version
 
 
 def require_vector(what: str, x: Any, dim: int) -> None:

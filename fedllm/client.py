@@ -10,8 +10,8 @@ Its other half is `fedllm.server`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,51 +20,14 @@ from torch import Tensor, nn
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, clip, length
 from fedllm.blocks import BlockPartition, RoleError, partition
 from fedllm.errors import RunError, UserError
+from fedllm.messages import Broadcast, Upload, check_broadcast
 from fedllm.rounds import run_info
 from fedllm.space import ParameterSpace
 from fedllm.uploads import fault, faults, misfit
 
+__all__ = ["Broadcast", "Client", "FederatedOptimizer", "Upload", "full_gradient", "model_blocks", "model_info"]
+
 Loss = Callable[[nn.Module, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """What the server sends for round `round` (from 0): x [d] and the algorithm's downloads."""
-
-    round: int
-    x: Tensor
-    server: State
-
-
-@dataclass(frozen=True, eq=False)
-class Upload(Mapping[str, Tensor]):
-    """What a client sends: tensors {name: [1, n]}, for safetensors, and a head of plain numbers, for JSON.
-
-    round: which it trained in. steps: local steps taken. rate_sum: the sum of their rates, the "K eta" of the server's
-    formulas. samples: that the client holds, for `weights: size`. tracked: whether the tracked vectors are in it.
-    Upload(tensors, **head) makes it again; it reads as the mapping `tensors`.
-    """
-
-    tensors: State
-    round: int
-    steps: int
-    rate_sum: float
-    samples: int
-    tracked: bool
-
-    @property
-    def head(self) -> dict[str, Any]:
-        """All but the tensors."""
-        return {name: value for name, value in vars(self).items() if name != "tensors"}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
 
 
 class FederatedOptimizer(torch.optim.Optimizer):
@@ -86,7 +49,7 @@ class FederatedOptimizer(torch.optim.Optimizer):
         self, model: nn.Module, algorithm: Algorithm, info: RoundInfo, broadcast: Broadcast, client: State, steps: int
     ) -> None:
         self.space = ParameterSpace.of(model)
-        _check_broadcast(broadcast, self.space.gather(model), algorithm, info)
+        check_broadcast(broadcast, self.space.gather(model), algorithm, info)
         if not isinstance(steps, int) or not 1 <= steps <= info.local_steps:
             raise UserError(f"steps: found {steps!r}, expected 1 to {info.local_steps}, the federation's local steps")
         super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": algorithm.base_rate(info)})
@@ -271,13 +234,8 @@ def model_info(
 
 def model_blocks(algorithm: Algorithm, model: nn.Module) -> BlockPartition | None:
     """The partition of the model that the algorithm asks for; None if it has no use for blocks."""
-    declared = (
-        algorithm.server_vectors(),
-        algorithm.client_vectors(),
-        algorithm.uploads(),
-        algorithm.tracked_uploads(),
-    )
-    if not any(of == "B" for vectors in declared for of in vectors.values()):
+    sent, kept = {**algorithm.uploads(), **algorithm.tracked_uploads()}, algorithm.client_vectors()
+    if "B" not in {*algorithm.server_vectors().values(), *sent.values(), *kept.values()}:
         return None
     try:
         return partition(model, scheme=getattr(algorithm, "blocks", "hessian"))
@@ -293,19 +251,6 @@ def require_gradient(gradient: Tensor | None, x: Tensor, how: str) -> None:
         raise UserError(f"tracking_init: gradient starts from full gradients at x0: give them, {how}")
     if why := fault({"gradient": gradient}, {"gradient": len(x)}, x.dtype):
         raise UserError(why)
-
-
-def _check_broadcast(broadcast: Broadcast, x: Tensor, algorithm: Algorithm, info: RoundInfo) -> None:
-    """UserError unless the broadcast is of a round of the run and has x and the downloads as the model needs them."""
-    if not isinstance(broadcast.round, int) or not 0 <= broadcast.round < info.total:
-        raise UserError(
-            f"broadcast round: found {broadcast.round}, expected 0 to {info.total - 1}, the rounds of the run"
-        )
-    unused = algorithm.server_vectors().keys() - algorithm.downloads().keys()  # may come along, and is not looked at
-    found = {"x": broadcast.x} | {name: value for name, value in broadcast.server.items() if name not in unused}
-    lengths = {"x": len(x)} | {name: length(of, x, info) for name, of in algorithm.downloads().items()}
-    if why := fault(found, lengths, x.dtype):
-        raise UserError(f"broadcast of round {broadcast.round}: {why}; send what Server.broadcast() gives")
 
 
 def _own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -71,7 +71,7 @@ class QuadraticProblem(Problem):
         sizes: Sequence[int] | None = None,
         blocks: BlockPartition | None = None,
     ) -> None:
-        if not isinstance(a, Tensor) or a.ndim != 2 or not a.is_floating_point():
+        if not isinstance(a, Tensor) or a.ndim != 2 or len(a) == 0 or not a.is_floating_point():
             raise UserError(f"a: found {shown(a)}, expected [N, d] of floating-point numbers")
         self.num_clients, self.dim = N, d = a.shape
         if not isinstance(H, Tensor) or H.shape != (N, d, d) or H.dtype != a.dtype:
@@ -91,6 +91,9 @@ class QuadraticProblem(Problem):
         cls, num_clients: int, dim: int, *, seed: int = 0, spread: float = 1.0, noise: float = 0.0
     ) -> QuadraticProblem:
         """Random well-conditioned quadratics (float64) whose minimisers lie `spread` apart."""
+        for name, number in (("num_clients", num_clients), ("dim", dim)):
+            if not isinstance(number, int) or number < 1:
+                raise UserError(f"{name}: found {number!r}, expected a whole number, 1 or more")
         rng = torch_rng(seed, "quadratic")
         root = torch.randn(num_clients, dim, dim, generator=rng, dtype=torch.float64) / dim**0.5
         H = root @ root.mT + 0.5 * torch.eye(dim, dtype=torch.float64)

@@ -59,12 +59,10 @@ def aggregate(alg: Algorithm, x: Tensor, server: State, reduced: Reduced, info: 
     if not (isinstance(answer, tuple) and len(answer) == 2):
         raise UserError(f"{type(alg).__name__}.aggregate: found {type(answer).__name__}, expected (x, server vectors)")
     shapes = {name: (length(of, x, info),) for name, of in alg.server_vectors().items()}
-    for what, found, expected in (
-        ("the new x", {"x": answer[0]}, {"x": tuple(x.shape)}),
-        ("the server's vectors", answer[1], shapes),
-    ):
-        if why := misfit(found, expected, x.dtype):
-            raise UserError(f"{type(alg).__name__}.aggregate: of {what}, {why}, as server_vectors declares")
+    if why := misfit({"x": answer[0]}, {"x": tuple(x.shape)}, x.dtype):
+        raise UserError(f"{type(alg).__name__}.aggregate: {why}, as the x it was given")
+    if why := misfit(answer[1], shapes, x.dtype):
+        raise UserError(f"{type(alg).__name__}.aggregate: {why}, as server_vectors declares")
     if not all(bool(torch.isfinite(value).all()) for value in (answer[0], *answer[1].values())):
         raise RunError(f"round {info.index + 1}: the aggregated model is not finite; lower algorithm.lr or server_lr")
     return answer

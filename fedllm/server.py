@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows
-from fedllm.client import Broadcast, Upload, require_gradient
+from fedllm.client import require_gradient
 from fedllm.errors import UserError
+from fedllm.messages import Broadcast, Upload
 from fedllm.reduction import Reduction, aggregate, require_enough
 from fedllm.uploads import faults
 
@@ -62,17 +63,16 @@ class Server:
             if client not in self._heard:
                 self.rejected[client] = why
             return why
-        missing = () if upload.tracked else self.algorithm.tracked_uploads()
-        zeros = {name: self.x.new_zeros(1, self._reduction.lengths[name]) for name in missing}
-        number = self.x.new_tensor
+        untracked = {name: size for name, size in self._reduction.lengths.items() if name not in upload}
+        sent = {name: value.to(self.x.device) for name, value in upload.items()}
+        sent |= {name: self.x.new_zeros(1, size) for name, size in untracked.items()}
         rows = Rows(
-            steps=number([[upload.steps]]),
-            rate_sum=torch.tensor([[upload.rate_sum]], dtype=torch.float64),
+            steps=self.x.new_tensor([[upload.steps]]),
+            rate_sum=self.x.new_tensor([[upload.rate_sum]], dtype=torch.float64),
             tracked=torch.tensor([[upload.tracked]], device=self.x.device),
         )
         weight = 1 if self.algorithm.weights == "uniform" else samples
-        sent = {name: value.to(self.x.device) for name, value in upload.items()} | zeros
-        self._reduction.add(sent, rows, [0], number([weight], dtype=torch.float64))
+        self._reduction.add(sent, rows, [0], self.x.new_tensor([weight], dtype=torch.float64))
         self._heard.add(client)
         self.rejected.pop(client, None)
         return None
@@ -86,6 +86,8 @@ class Server:
             return f"round: found {upload.round}, expected {self.round}"
         if not _positive(upload.rate_sum) or not _positive(upload.steps):
             return f"steps, rate_sum: found {upload.steps}, {upload.rate_sum}, expected positive numbers"
+        if not isinstance(upload.tracked, bool):
+            return f"tracked: found {upload.tracked!r}, expected true or false"
         if self.algorithm.weights == "size" and not _positive(samples):
             return f"samples: found {samples}, expected a positive number"
         missing = () if upload.tracked else self.algorithm.tracked_uploads()

@@ -295,6 +295,8 @@ def changed(upload: Upload, tensors: dict | None = None, **head: Any) -> Upload:
         ({"q": torch.zeros(1, 3)}, {}, r"found tensors \['d', 'q', 'y'\], expected \['d', 'y'\]"),
         ({}, {"round": 3}, "round: found 3, expected 0"),
         ({}, {"rate_sum": float("nan")}, "steps, rate_sum: found 3, nan, expected positive numbers"),
+        ({}, {"steps": "3"}, "steps, rate_sum: found 3, .*, expected positive numbers"),
+        ({}, {"tracked": "yes"}, "tracked: found 'yes', expected true or false"),
         ({}, {"tracked": False}, r"found tensors \['d', 'y'\], expected \['d'\]"),
     ],
 )

@@ -84,6 +84,12 @@ def test_the_start_is_not_changed() -> None:
     assert not torch.equal(result.x, x0)
 
 
+def test_inference_mode_changes_nothing() -> None:
+    expected = simulate(FEDAVG, quadratic(), rounds=2, local_steps=2).x
+    with torch.inference_mode():
+        assert torch.equal(simulate(FEDAVG, quadratic(), rounds=2, local_steps=2).x, expected)
+
+
 def test_seed_decides_and_nothing_else() -> None:
     def run(seed: int, global_seed: int) -> Tensor:
         torch.manual_seed(global_seed)
@@ -353,6 +359,12 @@ def test_quadratics_that_do_not_fit_together(arguments: tuple, keys: dict, messa
         QuadraticProblem(*arguments, **keys)
 
 
+@pytest.mark.parametrize(("N", "d", "name"), [(0, 3, "num_clients"), (2.0, 3, "num_clients"), (2, 0, "dim")])
+def test_random_quadratics_need_clients_and_coordinates(N: int, d: int, name: str) -> None:
+    with pytest.raises(UserError, match=f"{name}: found .*, expected a whole number, 1 or more"):
+        QuadraticProblem.random(N, d)
+
+
 def test_blocks_of_another_size_are_named() -> None:
     problem = quadratic(blocks=BlockPartition.single(4))
     with pytest.raises(UserError, match=r"QuadraticProblem.blocks: found 4 coordinates, expected 3, its dim"):
@@ -408,12 +420,12 @@ def test_a_client_without_steps_is_named() -> None:
         simulate(FEDAVG, Lines(steps=[1, 1, 0, 1]), rounds=1, local_steps=1)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine_rounds"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine_rounds"])
 @pytest.mark.parametrize("index", [-1, 3, 7])
 def test_rounds_past_the_end_have_no_rate(schedule: str, index: int) -> None:
     alg = load_algorithm("scaffold", lr=0.1, schedule=schedule)
     info = round_info(alg, quadratic(), rounds=3, sampled=2, tracked=2, local_steps=2)
-    with pytest.raises(UserError, match=rf"round {index} \(from 0\): expected 0 to 2 in a run of 3 rounds"):
+    with pytest.raises(UserError, match=rf"round {index} \(from 0\): schedule {schedule} expects 0 to 2"):
         alg.rates(torch.tensor([2]), replace(info, index=index))
 
 

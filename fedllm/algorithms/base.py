@@ -165,12 +165,12 @@ class Algorithm:
     def rates(self, steps: Tensor, info: RoundInfo) -> Tensor:
         """Local rates [C, K] (float64, zero after a client's last step) for clients that take steps [C] steps.
 
-        Raises UserError for a round that is none of the run's: a schedule has no rate there.
+        Raises UserError for a round past the run's last, where a schedule over its rounds has no rate.
         """
-        if not 0 <= info.index < info.total:
+        if self.schedule in ("cosine_rounds", "linear") and not 0 <= info.index < info.total:
             raise UserError(
-                f"round {info.index} (from 0): expected 0 to {info.total - 1} in a run of {info.total} rounds; begin "
-                "the run with more of them"
+                f"round {info.index} (from 0): schedule {self.schedule} expects 0 to {info.total - 1} in a run of "
+                f"{info.total} rounds; begin the run with more of them"
             )
         rate = self.base_rate(info)
         if self.warmup_rounds:
