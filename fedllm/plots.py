@@ -34,7 +34,7 @@ from fedllm.results import Axis, Run
 Curve = tuple[list[float], list[float]]
 _DASHES = ("-", "--", "-.", ":")
 _BAND = "mean over seeds, in a band from the lowest to the highest"
-_TAILS = "; dotted: seeds that go on longer than others"
+_BAND_AND_TAILS = "mean over seeds, lowest to highest in a band; dotted: seeds that go on"
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _compare(panels: Panels, plot: Plot, looks: dict[str, Look]) -> Figure:
     first = dict(reversed(panels))
     note = _BAND if any(len(group.runs) > 1 for group in groups) else ""
     if any(_uneven(group, metric, plot.over) for (_, metric), members in panels.items() for group in members):
-        note += _TAILS
+        note = _BAND_AND_TAILS
     for axes, ((task, metric), members) in zip(grid, panels.items(), strict=False):
         if not plot.metrics or first[task] == metric:
             axes.set_title(short(task, 40), pad=24 if one and note else None)
@@ -209,9 +209,9 @@ def _draw_group(axes: Axes, group: Group, metric: str, over: Axis, scale: float,
         axes.fill_between(
             x, seeds.min(axis=0), seeds.max(axis=0), color=look["color"], alpha=0.16, linewidth=only_point
         )
-        for xs, ys in curves:
+        for (xs, ys), seed in zip(curves, seeds, strict=True):
             rest = sum(point < x[-1] for point in xs)
-            axes.plot(xs[rest:], ys[rest:], color=look["color"], linewidth=0.9, linestyle=":")
+            axes.plot([x[-1], *xs[rest:]], [seed[-1], *ys[rest:]], color=look["color"], linewidth=0.9, linestyle=":")
     mean = seeds.mean(axis=0)
     axes.plot(x, mean, marker=marker(len(x)), **_look(group, look))
     return float(x[-1]), float(mean[-1]), _legend_name(group), {"color": look["color"]}
