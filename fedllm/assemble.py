@@ -202,8 +202,7 @@ def assemble(recipe: Recipe, shelf: Shelf | None = None, processes: int = 1) -> 
 
 def _blocks(model: PeftModel, algorithm: Algorithm, recipe: Recipe, machine: Machine) -> Any:
     """The block partition, for algorithms that send block means."""
-    vectors = {**algorithm.server_vectors(), **algorithm.client_vectors(), **algorithm.uploads()}
-    if "B" not in vectors.values():
+    if not algorithm.needs_blocks():
         return None
     try:
         blocks = block_partition(model, scheme=getattr(algorithm, "blocks", "hessian"))

@@ -234,8 +234,7 @@ def model_info(
 
 def model_blocks(algorithm: Algorithm, model: nn.Module) -> BlockPartition | None:
     """The partition of the model that the algorithm asks for; None if it has no use for blocks."""
-    sent, kept = {**algorithm.uploads(), **algorithm.tracked_uploads()}, algorithm.client_vectors()
-    if "B" not in {*algorithm.server_vectors().values(), *sent.values(), *kept.values()}:
+    if not algorithm.needs_blocks():
         return None
     try:
         return partition(model, scheme=getattr(algorithm, "blocks", "hessian"))

@@ -124,6 +124,11 @@ class Algorithm:
         """Vectors that only the T tracked clients send."""
         return {}
 
+    def needs_blocks(self) -> bool:
+        """Whether any of its vectors holds block means."""
+        declared = (self.server_vectors(), self.client_vectors(), self.uploads(), self.tracked_uploads())
+        return any("B" in vectors.values() for vectors in declared)
+
     def needs_full_gradient(self) -> bool:
         """Whether the clients' state starts from their full local gradients at x0."""
         return False
