@@ -127,7 +127,12 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
 
 def _check_data(job: Job, snapshot: Snapshot, folder: Path) -> None:
     """Refuses to go on with other data than the run began with."""
-    data = job.data
+    labels, data = list(job.task.label_names), job.data
+    if (named := snapshot.facts.get("labels", labels)) != labels:
+        raise UserError(
+            f"{folder}: the run began with the classes {', '.join(named)}, now they are {', '.join(labels)}; put the "
+            f"data back as they were, or choose another run.dir"
+        )
     for name, before in snapshot.facts.get("data", {}).items():
         if data[name] != before:
             what = "partition: its clients hold other samples" if name == "partition" else f"{name} split"

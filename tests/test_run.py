@@ -285,6 +285,21 @@ def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path, change
     assert (folder / "partition.json").read_bytes() == before
 
 
+def test_a_run_does_not_go_on_with_other_classes(tiny: Path, tmp_path: Path) -> None:
+    """Of the same number and order, so that no label changes its id."""
+    for name in ("train", "validation"):
+        text = (tiny / f"{name}.csv").read_text()
+        (tmp_path / f"{name}.csv").write_text(text.replace(",0,", ",no,").replace(",1,", ",yes,"))
+    words = [f"data.{name}={tmp_path / name}.csv" for name in ("train", "validation")]
+    folder = run_recipe(tiny / "recipe.yaml", [*words, "federation.rounds=1"], tmp_path / "run").folder
+    (folder / "result.json").unlink()
+    for name in ("train", "validation"):
+        path = tmp_path / f"{name}.csv"
+        path.write_text(path.read_text().replace(",yes,", ",perhaps,"))
+    with pytest.raises(UserError, match="the run began with the classes no, yes, now they are no, perhaps; put"):
+        run_recipe(tiny / "recipe.yaml", [*words, "federation.rounds=1"], folder)
+
+
 def test_a_run_does_not_go_on_with_another_partition(tiny: Path, tmp_path: Path) -> None:
     """A partition file of the same name, drawn anew."""
     made = tmp_path / "partition.json"
