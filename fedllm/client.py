@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, clip, length
+from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, clip, lengths
 from fedllm.blocks import BlockPartition, RoleError, partition
 from fedllm.errors import RunError, UserError
 from fedllm.messages import Broadcast, Upload, check_broadcast
@@ -116,8 +116,7 @@ class FederatedOptimizer(torch.optim.Optimizer):
         alg, info, x, server = self._algorithm, self._info, self._broadcast.x[None], self._broadcast.server
         upload, kept = alg.end(self._local, x, server, self._client, rows, info)
         for vectors, found in (({**alg.uploads(), **alg.tracked_uploads()}, upload), (alg.client_vectors(), kept)):
-            lengths = {name: length(of, x, info) for name, of in vectors.items()}
-            for why in faults(found, lengths, x.dtype, 1).values():
+            for why in faults(found, lengths(vectors, x, info), x.dtype, 1).values():
                 raise RunError(
                     f"round {info.index + 1}: {why}; nothing was sent, and the client's state is as before the round. "
                     "Lower algorithm.lr, set algorithm.clip_norm, or look for bad values in the round's batches"
@@ -155,7 +154,7 @@ class Client:
         no_blocks = info.blocks.num_blocks == info.blocks.dim
         self.info = replace(info, blocks=model_blocks(algorithm, model) or info.blocks) if no_blocks else info
         self.state = self._first(x, gradient) if state is None else state
-        shapes = {name: (1, length(of, x, self.info)) for name, of in algorithm.client_vectors().items()}
+        shapes = {name: (1, size) for name, size in lengths(algorithm.client_vectors(), x, self.info).items()}
         if why := misfit(self.state, shapes, x.dtype):
             raise UserError(f"state: {why}")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedllm.algorithms.base import Algorithm, RoundInfo, State, length
+from fedllm.algorithms.base import Algorithm, RoundInfo, State, lengths
 from fedllm.errors import UserError
 from fedllm.uploads import fault
 
@@ -61,8 +61,8 @@ def check_broadcast(broadcast: Broadcast, x: Tensor, algorithm: Algorithm, info:
         )
     unused = algorithm.server_vectors().keys() - algorithm.downloads().keys()  # may come along, and is not looked at
     found = {"x": broadcast.x} | {name: value for name, value in broadcast.server.items() if name not in unused}
-    lengths = {"x": len(x)} | {name: length(of, x, info) for name, of in algorithm.downloads().items()}
-    if why := fault(found, lengths, x.dtype):
+    expected = {"x": len(x)} | lengths(algorithm.downloads(), x, info)
+    if why := fault(found, expected, x.dtype):
         raise UserError(
             f"broadcast of round {broadcast.round}: {why}; send what Server.broadcast() gives, of a "
             "Server that was made with this client's info"

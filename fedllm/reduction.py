@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, State, length
+from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, State, lengths
 from fedllm.errors import RunError, UserError
 from fedllm.uploads import misfit
 
@@ -21,8 +21,8 @@ class Reduction:
 
     def __init__(self, alg: Algorithm, x: Tensor, info: RoundInfo) -> None:
         self._tracked_names = list(alg.tracked_uploads())
-        self.kept_lengths = {name: length(of, x, info) for name, of in alg.client_vectors().items()}
-        self.lengths = {name: length(of, x, info) for name, of in {**alg.uploads(), **alg.tracked_uploads()}.items()}
+        self.kept_lengths = lengths(alg.client_vectors(), x, info)
+        self.lengths = lengths({**alg.uploads(), **alg.tracked_uploads()}, x, info)
         self.sums = {name: x.new_zeros(length, dtype=torch.float64) for name, length in self.lengths.items()}
         self._dtype = x.dtype
         self.counts = {"weight": 0.0, "rate_sum": 0.0, "clients": 0, "tracked": 0}
@@ -58,7 +58,7 @@ def aggregate(alg: Algorithm, x: Tensor, server: State, reduced: Reduced, info: 
     answer: Any = alg.aggregate(x, server, reduced, info)
     if not (isinstance(answer, tuple) and len(answer) == 2):
         raise UserError(f"{type(alg).__name__}.aggregate: found {type(answer).__name__}, expected (x, server vectors)")
-    shapes = {name: (length(of, x, info),) for name, of in alg.server_vectors().items()}
+    shapes = {name: (size,) for name, size in lengths(alg.server_vectors(), x, info).items()}
     if why := misfit({"x": answer[0]}, {"x": tuple(x.shape)}, x.dtype):
         raise UserError(f"{type(alg).__name__}.aggregate: {why}, as the x it was given")
     if why := misfit(answer[1], shapes, x.dtype):

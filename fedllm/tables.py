@@ -115,6 +115,8 @@ def _read_csv(path: Path, text: Sequence[str]) -> Columns:
     content.decode("utf-8")  # here, where the byte that is not can be named
     table = _parse_csv(content, path, text)
     columns, numbers = _columns(table), _numeric(table)
+    if not numbers:
+        return columns
     written = _parse_csv(content, path, numbers)
     return columns | {name: written[name].to_pylist() for name in numbers if _has_needless_zero(written[name])}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import adapter, same_bits
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import local_hub
@@ -34,15 +35,6 @@ from fedllm.run_export import export_adapter
 from fedllm.state import Checkpoints
 
 REPO = Path(__file__).resolve().parents[1]
-
-
-def adapter(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
-
-
-def same_bits(a: Path, b: Path) -> bool:
-    first, second = adapter(a), adapter(b)
-    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def numbers(result: RunResult) -> list[dict[str, object]]:

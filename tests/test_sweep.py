@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
+from adapters import same_bits
 
 import fedllm.run
 import fedllm.sweep
@@ -34,11 +33,6 @@ def write(folder: Path, **grid: object) -> Path:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.parent.name for path in folder.glob("*/result.json"))
-
-
-def same_bits(a: Path, b: Path) -> bool:
-    first, second = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (a, b))
-    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_cells_are_every_combination(tmp_path: Path) -> None:

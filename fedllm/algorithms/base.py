@@ -195,6 +195,11 @@ def length(of: Length, x: Tensor, info: RoundInfo) -> int:
     return x.shape[-1] if of == "d" else info.blocks.num_blocks
 
 
+def lengths(vectors: Mapping[str, Length], x: Tensor, info: RoundInfo) -> dict[str, int]:
+    """The same of vectors by name, as an algorithm declares them."""
+    return {name: length(of, x, info) for name, of in vectors.items()}
+
+
 def check_declared(alg: Algorithm) -> None:
     """Raises UserError, naming method and vector, where `alg` declares a vector of no known length."""
     for method in ("server_vectors", "client_vectors", "downloads", "uploads", "tracked_uploads"):
