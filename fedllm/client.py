@@ -59,7 +59,7 @@ class Client:
         gradient: Tensor | None = None,
         state: State | None = None,
     ) -> None:
-        self.model, self.algorithm, self.samples = model, algorithm, samples
+        self.model, self.algorithm, self.samples = model, algorithm, int(samples)
         x = ParameterSpace.of(model).gather(model)
         if info.blocks.dim != len(x):
             raise UserError(

@@ -65,7 +65,7 @@ class Server:
         counted = None if client is None else self.counted.get(client, "")
         return Broadcast(self.round, self.x, server, terms(self.algorithm, self.info), counted)
 
-    def add(self, upload: Upload | bytes, *, client: int, samples: int | None = None) -> str | None:
+    def add(self, upload: Upload | bytes | bytearray, *, client: int, samples: int | None = None) -> str | None:
         """Counts a client's upload, or says why it is rejected: then it counts nowhere. Nothing in it raises.
 
         upload: as it came, also as Upload.to_bytes gave it. client: 0 to N - 1, whom the transport has identified.
@@ -73,11 +73,12 @@ class Server:
         """
         if not _whole(client, 0, self.info.num_clients - 1):
             return f"client: found {client!r}, expected 0 to {self.info.num_clients - 1}, num_clients less one"
-        if isinstance(upload, bytes):
-            if (size := len(upload)) > (most := self._most_bytes()):
-                return self._reject(client, f"found {size:,} bytes, expected at most {most:,}")
+        if isinstance(upload, bytes | bytearray):
+            most = sum(self._reduction.lengths.values()) * self.x.element_size() + _HEAD_BYTES
+            if len(upload) > most:
+                return self._reject(client, f"found {len(upload):,} bytes, expected at most {most:,}")
             try:
-                upload = Upload.from_bytes(upload)
+                upload = Upload.from_bytes(bytes(upload))
             except UserError as error:
                 return self._reject(client, str(error))
         samples = upload.samples if samples is None and isinstance(upload, Upload) else samples
@@ -103,12 +104,9 @@ class Server:
             self.rejected[client] = why
         return why
 
-    def _most_bytes(self) -> int:
-        return sum(self._reduction.lengths.values()) * self.x.element_size() + _HEAD_BYTES
-
     def _refusal(self, upload: Upload, client: int, samples: int | None) -> str | None:
         if not isinstance(upload, Upload):
-            return f"found {type(upload).__name__}, expected an Upload, as Client.finish gives it"
+            return f"found {type(upload).__name__}, expected an Upload, as Client.finish gives it, or its bytes"
         if client in self._heard:
             return "has sent its upload already"
         if self.round >= self.info.total:
@@ -123,7 +121,7 @@ class Server:
         if not isinstance(upload.tracked, bool):
             return f"tracked: found {_shown(upload.tracked)}, expected true or false"
         if self.algorithm.weights == "size" and not _whole(samples, 1, 2**53):
-            return f"samples: found {_shown(samples)}, expected a positive number"
+            return f"samples: found {_shown(samples)}, expected a whole number above 0"
         missing = () if upload.tracked else self.algorithm.tracked_uploads()
         expected = {name: size for name, size in self._reduction.lengths.items() if name not in missing}
         return faults(upload.tensors, expected, self.x.dtype, 1).get(0)

@@ -324,7 +324,8 @@ def test_an_upload_counts_once_and_needs_its_round(served: tuple[Server, Upload]
     server, upload = served
     assert server.add(upload, client=1) is None
     assert server.add(upload, client=1) == "has sent its upload already"
-    assert server.add({"d": upload["d"]}, client=2) == "found dict, expected an Upload, as Client.finish gives it"  # type: ignore[arg-type]
+    why = "found dict, expected an Upload, as Client.finish gives it, or its bytes"
+    assert server.add({"d": upload["d"]}, client=2) == why  # type: ignore[arg-type]
     assert list(server.rejected) == [2]
     server.aggregate()
     assert server.add(upload, client=1) == "round: found 0, expected 1"
@@ -334,7 +335,7 @@ def test_weights_by_size_need_samples() -> None:
     client = client_of("fedavg", weights="size")
     server = Server(client.algorithm, torch.zeros(DIM), client.info)
     upload = client.fit(server.broadcast(), batches(), squared)
-    assert server.add(changed(upload, samples=0), client=0) == "samples: found 0, expected a positive number"
+    assert server.add(changed(upload, samples=0), client=0) == "samples: found 0, expected a whole number above 0"
     assert server.add(upload, client=0, samples=3) is None
     assert server.add(changed(upload, {"d": upload["d"] + 1}), client=1, samples=1) is None
     torch.testing.assert_close(server.aggregate(), upload["d"][0] + 0.25)
