@@ -105,7 +105,8 @@ class Client:
             raise UserError(
                 f"broadcast of round {broadcast.round}: the last upload of this client that counted is "
                 f"{counted[:12] or 'none'}, but its state came with {self._receipt[:12] or 'none'}; load the newest "
-                "that Client.save wrote, or, to go on all the same, begin with replace(broadcast, counted=None)"
+                "that Client.save wrote, or none where the federation begins anew; to go on all the same, begin with "
+                "replace(broadcast, counted=None)"
             )
         self._receipt, self.state = counted, states.pop(counted)
         self._others = states if broadcast.round == self._round else {}  # an upload of an earlier round comes too late

@@ -23,7 +23,8 @@ class Broadcast:
     """What the server sends for round `round` (from 0): x [d] and the algorithm's downloads.
 
     terms: what server and client must have alike, see `terms`; not compared where it is empty. counted: receipt of the
-    last upload of this very client that counted, "" for none; None where the server does not say.
+    last upload of this very client that counted, "" for none; None where the server does not say. start: what tells
+    this round of this run from every other; an upload gives it back.
     """
 
     round: int
@@ -31,10 +32,11 @@ class Broadcast:
     server: State
     terms: Terms = field(default_factory=dict)
     counted: str | None = None
+    start: str = ""
 
     def to_bytes(self) -> bytes:
         """The broadcast as a safetensors file with a JSON head."""
-        head = {"round": self.round, "terms": self.terms, "counted": self.counted}
+        head = {"round": self.round, "terms": self.terms, "counted": self.counted, "start": self.start}
         return parcel.pack(head, {"x": self.x, **{f"server/{name}": value for name, value in self.server.items()}})
 
     @classmethod
@@ -51,6 +53,7 @@ class Upload(Mapping[str, Tensor]):
 
     round: which it trained in. steps: local steps taken. rate_sum: the sum of their rates, the "K eta" of the server's
     formulas. samples: that the client holds, for `weights: size`. tracked: whether the tracked vectors are in it.
+    start: the broadcast's, compared where it is not empty.
     Upload(tensors, **head) makes it again; it reads as the mapping `tensors`.
     """
 
@@ -60,6 +63,7 @@ class Upload(Mapping[str, Tensor]):
     rate_sum: float
     samples: int
     tracked: bool
+    start: str = ""
 
     @property
     def head(self) -> dict[str, Any]:

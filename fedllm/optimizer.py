@@ -113,7 +113,8 @@ class FederatedOptimizer(torch.optim.Optimizer):
                 )
         left_out = () if tracked else alg.tracked_uploads()
         sent = {name: value for name, value in upload.items() if name not in left_out}
-        return Upload(sent, info.index, self._steps, float(self._rate_sum), samples, tracked), kept
+        start = self._broadcast.start
+        return Upload(sent, info.index, self._steps, float(self._rate_sum), samples, tracked, start), kept
 
 
 def _on(x: Tensor, vectors: State) -> State:

@@ -63,7 +63,11 @@ class Server:
         """What to send to a client of the round; with its number it also tells it which of its uploads counted last."""
         server = {name: self.state[name] for name in self.algorithm.downloads()}
         counted = None if client is None else self.counted.get(client, "")
-        return Broadcast(self.round, self.x, server, terms(self.algorithm, self.info), counted)
+        return Broadcast(self.round, self.x, server, terms(self.algorithm, self.info), counted, self._start())
+
+    def _start(self) -> str:
+        """What tells this round of this run from that of another run, or of this one before the server went back."""
+        return parcel.digest(str(self.round), {"x": self.x})
 
     def add(self, upload: Upload | bytes | bytearray, *, client: int, samples: int | None = None) -> str | None:
         """Counts a client's upload, or says why it is rejected: then it counts nowhere. Nothing in it raises.
@@ -113,6 +117,8 @@ class Server:
             return f"the {self.info.total} rounds of the run are over"
         if upload.round != self.round:
             return f"round: found {_shown(upload.round)}, expected {self.round}"
+        if upload.start and upload.start != (start := self._start()):
+            return f"start: found {_shown(upload.start)}, expected {_shown(start)}: it began with another x"
         if not _whole(upload.steps, 1, self.info.local_steps):
             return f"steps: found {_shown(upload.steps)}, expected 1 to {self.info.local_steps}, the federation's"
         most = self._most_rate(upload.steps)

@@ -303,6 +303,16 @@ def test_samples_are_a_number_of_samples(samples: Any) -> None:
     assert "samples: found" in str(server.add(Upload(upload.tensors, **{**upload.head, "samples": samples}), client=0))
 
 
+def test_an_upload_of_another_run_is_told_by_where_it_began() -> None:
+    """Same settings, same round, same shapes, another x: a file of last week's federation."""
+    one = client_of("fedavg")
+    old, new = (Server(one.algorithm, torch.full((4,), value), one.info) for value in (1.0, 2.0))
+    upload = one.fit(old.broadcast(0), work(), squared)
+    assert str(new.add(upload.to_bytes(), client=0)).startswith("start: found '")
+    assert old.add(upload.to_bytes(), client=0) is None
+    assert new.add(Upload(upload.tensors, **{**upload.head, "start": ""}), client=0) is None
+
+
 def test_nothing_counts_after_the_last_round() -> None:
     one = client_of("fedavg", schedule="cosine_rounds")
     server = Server(one.algorithm, torch.zeros(4), one.info)

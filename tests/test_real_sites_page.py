@@ -169,7 +169,7 @@ class Message(SimpleNamespace):
         super().__init__(content=content, metadata=SimpleNamespace(src_node_id=node, **metadata))
 
     def has_content(self) -> bool:
-        return True
+        return self.content is not None
 
 
 class App:
@@ -183,7 +183,7 @@ class App:
 
 
 class Grid:
-    """Three nodes; the last one never answers in rounds 2 and 3."""
+    """Three nodes; the last one does not answer in round 2, and fails in round 3."""
 
     def __init__(self, app: App) -> None:
         self.app, self.trained = app, 0
@@ -200,7 +200,9 @@ class Grid:
                 continue
             self.trained += 1
             reply = self.app.on_train(message, context)
-            if self.trained not in (6, 9):
+            if self.trained == 9:
+                reply.content, reply.error = None, SimpleNamespace(reason="out of memory")
+            if self.trained != 6:
                 yield reply
 
 
@@ -223,10 +225,9 @@ def test_the_flower_app(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     grid = Grid(module.site)
     module.app.on_main(grid, None)
     assert grid.trained == 15
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "node 33: out of memory\n"
     _, model, _ = importlib.import_module("federation").build()
-    x = torch.cat([load_file(place / "server.safetensors")["x"]])
-    assert_adapter(x, model, place / "adapter")
+    assert_adapter(load_file(place / "server.safetensors")["x"], model, place / "adapter")
 
 
 def test_the_line_that_bounds_an_upload(place: Path) -> None:
