@@ -142,7 +142,8 @@ class Client:
     ) -> Upload:
         """A round over `batches`, one step each; returns the upload.
 
-        loss(model, batch): a scalar; by default model(**batch).loss, as Hugging Face models give it.
+        loss(model, batch): a scalar; by default model(**batch).loss, as Hugging Face models give it. The model stays in
+        the mode it is in: model.train() is for dropout.
         """
         batches = list(batches)
         optimizer = self.begin(broadcast, steps=len(batches))
