@@ -79,5 +79,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], State]:
     path = Path(path).expanduser()
     try:
         return unpack(path.read_bytes())
-    except (OSError, UserError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except UserError as error:
         raise UserError(f"{path}: {error}") from error

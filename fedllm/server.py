@@ -76,7 +76,7 @@ class Server:
         samples: that the client holds, where the server knows better than the upload.
         """
         if not _whole(client, 0, self.info.num_clients - 1):
-            return f"client: found {client!r}, expected 0 to {self.info.num_clients - 1}, num_clients less one"
+            return f"client: found {_shown(client)}, expected 0 to {self.info.num_clients - 1}, num_clients less one"
         if isinstance(upload, bytes | bytearray):
             most = sum(self._reduction.lengths.values()) * self.x.element_size() + _HEAD_BYTES
             if len(upload) > most:

@@ -17,13 +17,19 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import assert_close
 from conftest import write_rows
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from test_equivalence import batches as job_batches
+from test_equivalence import job
 from tiny_models import save_tiny
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from fedllm.client import Client, Upload
+from fedllm import run_recipe
+from fedllm.client import Broadcast, Client, Upload, model_info
+from fedllm.rounds import sample
 from fedllm.server import Server
 from fedllm.space import ParameterSpace
 
@@ -156,6 +162,32 @@ def test_the_trainer(place: Path) -> None:
     assert sent.steps == 3
     assert sent.rate_sum == pytest.approx(3 * algorithm.lr)
     assert server.add(sent.to_bytes(), client=0) is None
+
+
+@pytest.mark.parametrize("name", ["fadamgc", "fedadamw", "scaffold"])
+def test_sites_of_plain_transformers_are_the_run_of_a_recipe(tiny: Path, tmp_path: Path, name: str) -> None:
+    """The same clients, batches and start, without dropout: the adapters of the two, by PEFT's names."""
+    overrides = (f"algorithm={{name: {name}, lr: 1.0e-2}}", "lora.dropout=0", "model.dropout=0", "run.threads=1")
+    run = run_recipe(tiny / "recipe.yaml", [*overrides, "run.precision=float32"], tmp_path / "run")
+    built = job(tiny, *overrides)
+    base = AutoModelForSequenceClassification.from_pretrained(tiny / "bert", num_labels=2)
+    model = get_peft_model(
+        base, LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
+    ).eval()
+    numbers = {"rounds": 4, "num_clients": 8, "sampled": 5, "tracked": 3, "local_steps": built.info.local_steps}
+    info = model_info(built.algorithm, model, **numbers)
+    server = Server(built.algorithm, built.problem.initial(), info)
+    sites = [Client(copy.deepcopy(model), built.algorithm, info) for _ in range(8)]
+    for t in range(4):
+        clients, tracked = sample(0, t, 8, 5, 3)
+        for number in clients:
+            asked = Broadcast.from_bytes(server.broadcast(number).to_bytes())
+            sent = sites[number].fit(asked, job_batches(built, number, t), tracked=number in tracked)
+            assert server.add(sent.to_bytes(), client=number) is None
+        server.aggregate()
+    ParameterSpace.of(model).scatter(model, server.x)
+    model.save_pretrained(tmp_path / "sites" / "adapter")
+    assert_close(tmp_path / "sites", run.folder)
 
 
 # Flower, or a stand-in with the few of its classes that the page uses.
