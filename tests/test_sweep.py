@@ -266,3 +266,20 @@ def test_when_every_trial_fails_the_sweep_says_so(tiny: Path, tmp_path: Path) ->
     with pytest.raises(RunError, match="2 runs of the sweep failed"):
         sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["algorithm.eps=1e-30", "federation.min_clients=5"])
     assert "failed" in (tmp_path / "out" / "trials.md").read_text()
+
+
+def test_two_sweeps_at_once_share_the_cells(tiny: Path, tmp_path: Path) -> None:
+    """Every run is trained by one of them, and both end with all of it done."""
+    grid = write(tmp_path, set={"federation.rounds": 2}, grid={"algorithm.lr": [0.01, 0.02]}, seeds=[0, 1])
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "fedllm", "sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out)]
+    both = [
+        subprocess.Popen([*command, "run.threads=1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert names(out) == ["lr=0.01-s0", "lr=0.01-s1", "lr=0.02-s0", "lr=0.02-s1"]
+    assert sum(text.count("round 2/2") for text in said) == 4
+    assert all(text.count("round 2/2") for text in said)
+    assert (out / "report" / "report.html").is_file()
