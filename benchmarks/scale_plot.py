@@ -52,16 +52,15 @@ def _beside(colour: str) -> dict[str, Any]:
 
 def _memory(axes: Axes, found: dict[str, Any]) -> None:
     points = found["federation"]
-    first, last = points[0], points[-1]
-    bare, of_a_client = first["peak_bytes"] - first["state_bytes"], first["state_bytes"] / first["clients"]
-    clients = [10 ** (1 + step / 20) for step in range(61)]
-    axes.plot(clients, [(bare + of_a_client * n) / 2**30 for n in clients], color=_GREY, linewidth=1.0)
-    axes.plot(
-        [point["clients"] for point in points], [point["peak_bytes"] / 2**30 for point in points], "s", color=_RED
-    )
-    axes.annotate("line: that of 10 clients\n+ state as computed", (10, 1.0), (0, 0), **_beside(_GREY))
-    axes.annotate("measured", (last["clients"], last["peak_bytes"] / 2**30), (-7, -2), ha="right", **_beside(_RED))
-    axes.set(xscale="log", ylim=(0, None), xlabel="clients of the federation, all trained", title="Peak memory, GiB")
+    clients = [point["clients"] for point in points]
+    for key, name, marker, colour in (
+        ("peak_bytes", "peak memory, measured", "s-", _RED),
+        ("state_bytes", "their state, on the disk", "--", _GREY),
+    ):
+        values = [point[key] / 2**30 for point in points]
+        axes.plot(clients, values, marker, color=colour)
+        axes.annotate(name, (clients[0], values[0]), (0, 5), **_beside(colour))
+    axes.set(xscale="log", ylim=(0, None), xlabel="clients of the federation, all trained", title="Memory, GiB")
 
 
 def _startup(axes: Axes, found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Measures here what benchmarks/scaling_model.py predicts: seconds from operations, memory of a step, messages.
+"""Measures here what benchmarks/scaling_model.py predicts: seconds from operations, memory of a step, messages, files.
 
 python benchmarks/scaling_sweep.py            # into scale/sweep.json; about two CPU minutes, one thread
 
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
@@ -27,6 +28,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from fedllm.algorithms import load_algorithm
 from fedllm.batches import ClientBatches
+from fedllm.clients import ClientFiles
 from fedllm.lora import attach_lora
 from fedllm.lora_problem import LoraProblem
 from fedllm.models import Backbone
@@ -85,6 +87,7 @@ def main() -> None:
         "speed": speed(),
         "memory": [_fresh(cohort) for cohort in COHORTS],
         "messages": [message(size) for size in (1_000_000, 10_000_000, 100_000_000)],
+        "files": [client_file(size) for size in (1_000_000, 10_000_000, 100_000_000)],
     }
     SWEEP.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -140,7 +143,7 @@ def memory(cohort: int) -> dict[str, float]:
 
 
 def message(size: int) -> dict[str, float]:
-    """Seconds to pack, send, receive and unpack a message of `size` bytes between two threads of one core."""
+    """Seconds to send and receive a message of `size` bytes between two threads of one core."""
     here, there = Pipe()
     sender, receiver = Links({1: here}, 2), Links({0: there}, 2)
     tensors = {"x": torch.randn(size // 4)}
@@ -156,6 +159,19 @@ def message(size: int) -> dict[str, float]:
         thread.join()
 
     return {"bytes": size, "seconds": min(_cpu(once) for _ in range(3))}
+
+
+def client_file(size: int) -> dict[str, float]:
+    """Seconds to write a client's `size` bytes of vectors and to read them again."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = ClientFiles(lambda count: {"y": torch.zeros(count, size // 4)}, Path(folder))
+        rows = {"y": torch.randn(1, size // 4)}
+
+        def once() -> None:
+            store.put([0], rows)
+            store.get([0])
+
+        return {"bytes": size, "seconds": min(_cpu(once) for _ in range(3))}
 
 
 def _fresh(cohort: int) -> dict[str, float]:
