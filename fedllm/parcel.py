@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedllm.algorithms.base import State
-from fedllm.errors import RunError, UserError
+from fedllm.errors import UserError
+from fedllm.files import replace_bytes
 
 _KEY = "fedllm"
 
@@ -58,20 +58,11 @@ def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write(path: str | Path, data: bytes) -> None:
-    """Writes a file aside and renames it, so that it is whole or not there. RunError where it cannot be written."""
+    """Writes a file, and the folders above it, whole or not at all. RunError where it cannot be written."""
     path = Path(path).expanduser()
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise RunError(f"{path} could not be written: {error}") from error
+    replace_bytes(path, data)
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], State]:
