@@ -162,12 +162,12 @@ def find_layout(
     or the samples cannot tell.
 
     padded, packed: logits [n, labels] of samples given as indices [n], and of packed rows of one client. Tried on four
-    samples, from the shortest to the longest, in one row: both ways to attend, with positions from 0 or, as RoBERTa has
-    them, after the padding's.
+    samples, from the shortest to the longest, in one row as long as any: both ways to attend, with positions from 0 or,
+    as RoBERTa has them, after the padding's.
     tolerance: of the logits' difference, relative to how far those of the samples lie apart.
     """
     index = tokens.lengths.argsort(stable=True)[torch.linspace(0, len(tokens) - 1, min(4, len(tokens))).long()]
-    length = int(tokens.lengths[index].sum())
+    length = max(int(tokens.lengths[index].sum()), 2 * int(tokens.lengths.max()))
     expected = padded(index)
     firsts = {0, *(1 + m.padding_idx for n, m in model.named_modules() if _counts_from_padding(n, m))}
     spread = float((expected - expected.mean(dim=0)).norm())

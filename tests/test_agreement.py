@@ -40,10 +40,19 @@ def problem_of(model: Any, **options: Any) -> LoraProblem:
     return LoraProblem(model, tokens, batches, pad_id=1, **options)
 
 
-@pytest.mark.parametrize(("window", "packs"), [(20, False), (30, True)])
-def test_samples_longer_than_a_window_are_not_packed(tmp_path: Path, window: int, packs: bool) -> None:
-    """Mistral's layers look back so far; the mask of packed rows knows nothing of it."""
-    model = adapted(tmp_path, "mistral", num_key_value_heads=2, sliding_window=window)
+@pytest.mark.parametrize(
+    ("family", "settings", "packs"),
+    [
+        ("mistral", {"num_key_value_heads": 2, "sliding_window": 20}, False),  # the mask of packed rows has no window
+        ("mistral", {"num_key_value_heads": 2, "sliding_window": 30}, True),
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 50}, False),  # no row is
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 60}, True),  # longer
+    ],
+)
+def test_packed_where_it_gives_the_plain_models_gradients(
+    tmp_path: Path, family: str, settings: dict[str, Any], packs: bool
+) -> None:
+    model = adapted(tmp_path, family, **settings)
     problem = problem_of(model)
     assert (problem.layout is not None) == packs
     X = problem.initial() + 0.3 * torch.randn(3, problem.dim, generator=torch.Generator().manual_seed(1))
