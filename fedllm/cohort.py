@@ -40,13 +40,13 @@ class CohortModel:
 
     Built once; it takes over the forward of the LoRA layers, of the trainable Linear layers of the head, and of the
     dropout layers, and the making of attention masks (see `fedllm.masks`); `release` gives them back. The model's own
-    trainable values play no part while it is in use. The model stays in eval mode: dropout comes from `keys` alone, and
+    trainable values play no part while it is in use. The model is in eval mode: dropout comes from `keys` alone, and
     attention probabilities are never dropped.
     Raises UserError for a trainable parameter that is in neither a LoRA nor a Linear layer.
     """
 
     def __init__(self, model: Any, space: ParameterSpace) -> None:
-        self.model, self.space = model.eval(), space
+        self.model, self.space = model, space
         self._pass = _Pass()
         self._taken: list[nn.Module] = []
         self._no_padding = 1 if getattr(model.config, "pad_token_id", None) != 1 else 0

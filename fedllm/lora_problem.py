@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from fedllm.agreement import Trial
 from fedllm.batches import ClientBatches, MicroBatch, micro_batches, whole
 from fedllm.blocks import BlockPartition
 from fedllm.cohort import CohortModel
 from fedllm.dropout import row_keys
 from fedllm.masks import is_causal
 from fedllm.memory import Waves
-from fedllm.packing import Layout, Packed, find_layout, pack
+from fedllm.packing import Layout, Packed, find_layout, look_back, pack
 from fedllm.problem import Problem
 from fedllm.profile import section
 from fedllm.quantised import lower, settle
@@ -60,8 +61,9 @@ class LoraProblem(Problem):
         self.dim, self.num_clients, self.blocks = self.space.dim, len(batches.parts), blocks
         self._x0 = self.space.gather(model)
         self.device = self._x0.device
+        settle(model.eval(), autocast)
+        trial = Trial(model, self.space, tokens)
         self._model = CohortModel(model, self.space)
-        settle(model, autocast)
         self._tokens, self._batches = tokens, batches
         self._lengths = tokens.lengths.numpy()
         self._shortest = int(self._lengths.argmin())
@@ -70,6 +72,8 @@ class LoraProblem(Problem):
         self.layers = int(getattr(model.config, "num_hidden_layers", 1))
         self._overhead = SLICE_OVERHEAD[self.device.type]
         self._exact = all(value.dtype == torch.float32 for value in model.parameters())
+        self._tolerance = 0.001 if self._exact else 0.3
+        trial.compare(lambda X, index: self._model(X, self._inputs(tokens, index)), self._tolerance)
         self._layout = self._find_layout(model)
         self.layout = self._layout if slices is None else None
         lower(model, autocast)
@@ -172,6 +176,8 @@ class LoraProblem(Problem):
 
     @torch.no_grad()
     def _find_layout(self, model: nn.Module) -> Layout | None:
+        if self._lengths.max() > look_back(model):
+            return None
         x = self._x0[None]
 
         def padded(index: Tensor) -> Tensor:
@@ -180,7 +186,7 @@ class LoraProblem(Problem):
         def packed(rows: Packed) -> Tensor:
             return self._model.packed(x, rows.to(self.device))
 
-        return find_layout(model, self._tokens, padded, packed, tolerance=0.01 if self._exact else 0.3)
+        return find_layout(model, self._tokens, padded, packed, self._tolerance)
 
     @torch.no_grad()
     def logits(self, x: Tensor, tokens: Tokens, part: int = 0, parts: int = 1) -> Tensor:
