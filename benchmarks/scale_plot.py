@@ -33,7 +33,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _cost(axes: Axes, found: dict[str, Any]) -> None:
-    for name, batch, marker, place in (("sampled", 2, "o-", (5, 3)), ("sampled, larger batch", 16, "^-", (12, -52))):
+    for name, batch, marker, place in (("sampled", 2, "o-", (5, 3)), ("sampled, larger batch", 16, "^-", (14, -60))):
         sampled = {int(size): 1e3 * statistics.median(v) for size, v in found[name]["seconds_a_client"].items()}
         axes.plot(list(sampled), list(sampled.values()), marker, color=_BLUE)
         axes.annotate(f"of S sampled, N = 1000,\nbatches of {batch}", (1, sampled[1]), place, **_beside(_BLUE))
@@ -53,13 +53,11 @@ def _beside(colour: str) -> dict[str, Any]:
 def _memory(axes: Axes, found: dict[str, Any]) -> None:
     points = found["federation"]
     clients = [point["clients"] for point in points]
-    for key, name, marker, colour in (
-        ("peak_bytes", "peak memory, measured", "s-", _RED),
-        ("state_bytes", "their state, on the disk", "--", _GREY),
-    ):
-        values = [point[key] / 2**30 for point in points]
-        axes.plot(clients, values, marker, color=colour)
-        axes.annotate(name, (clients[0], values[0]), (0, 5), **_beside(colour))
+    memory, files = ([point[key] / 2**30 for point in points] for key in ("peak_bytes", "state_bytes"))
+    axes.plot(clients, memory, "s-", color=_RED)
+    axes.plot(clients, files, "--", color=_GREY)
+    axes.annotate("peak memory, measured", (clients[0], memory[0]), (0, 5), **_beside(_RED))
+    axes.annotate("their files", (clients[-1], files[-1]), (-20, -6), ha="right", **_beside(_GREY))
     axes.set(xscale="log", ylim=(0, None), xlabel="clients of the federation, all trained", title="Memory, GiB")
 
 

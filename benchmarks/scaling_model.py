@@ -59,6 +59,10 @@ class Base:
             return self.layers * (tokens * per_token + 2 * cohort * self.adapter(rank))
         return self.layers * tokens * 4 * (5 * h + 2 * kv + 3 * i + 2 * rank + self.heads + 2)
 
+    def inputs(self, tokens: int, bfloat16: bool) -> int:
+        """Bytes that the forward of all layers keeps with gradient checkpointing."""
+        return self.layers * tokens * self.hidden * (2 if bfloat16 else 4)
+
     def working(self, tokens: int, bfloat16: bool) -> int:
         """Bytes of the gradients in the one feed-forward block whose backward is under way."""
         return tokens * 3 * self.intermediate * (2 if bfloat16 else 4)
@@ -100,7 +104,7 @@ class Host:
 @dataclass(frozen=True)
 class Work:
     """A federation: N clients, S a round, K steps of `batch` samples of `length` tokens, adapters of `rank`, `slices`
-    a batch, `cohort` clients at once on each of `gpus`."""
+    a batch, `cohort` clients at once on each of `gpus`, with gradient `checkpointing` or without."""
 
     base: Base
     algorithm: str = "fadamgc"
@@ -113,6 +117,7 @@ class Work:
     gpus: int = 8
     cohort: int = 1
     slices: int = 1
+    checkpointing: bool = False
     weight_bytes: float = 2.0  # of a frozen value; 4-bit nf4 with its scales: 0.5625
 
     @property
@@ -135,11 +140,13 @@ class Work:
         """What a GPU holds at its fullest: frozen weights, rows of the cohort, activations of one slice."""
         tokens = self.cohort * self.batch * self.length // self.slices
         vectors = row_vectors(self.rule)
+        kept = self.base.saved(tokens, self.rank, self.cohort, bfloat16=True)
+        if self.checkpointing:  # of one layer, beside the inputs of all
+            kept = self.base.inputs(tokens, bfloat16=True) + kept // self.base.layers
         return {
             "base": self.base.frozen * self.weight_bytes,
             "rows": 4 * self.dim * self.cohort * max(vectors.values()),
-            "activations": self.base.saved(tokens, self.rank, self.cohort, bfloat16=True)
-            + self.base.working(tokens, bfloat16=True),
+            "activations": kept + self.base.working(tokens, bfloat16=True),
         }
 
     def largest_cohort(self, gpu: Gpu) -> int:

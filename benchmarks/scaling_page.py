@@ -40,7 +40,7 @@ def gpu_table() -> str:
         for name, weight_bytes in (("bfloat16", 2.0), ("4 bit", 0.5625)):
             work = Work(base, weight_bytes=weight_bytes)
             parts = work.gpu_bytes()
-            sliced = replace(work, slices=4)
+            sliced, checkpointed = replace(work, slices=4), replace(work, checkpointing=True)
             rows.append(
                 [
                     f"{base.name}, {name}",
@@ -48,11 +48,12 @@ def gpu_table() -> str:
                     *(f"{value / GIB:.1f}" for value in parts.values()),
                     f"{work.largest_cohort(Gpu())}",
                     f"{sliced.largest_cohort(Gpu())}",
+                    f"{checkpointed.largest_cohort(Gpu())}",
                     f"{work.largest_cohort(Gpu(memory=141e9))}",
                 ]
             )
     heads = ["base", "d, millions", "base GiB", "rows GiB a client", "activations GiB a client"]
-    return table([*heads, "clients that fit 80 GB", "in 4 slices", "clients that fit 141 GB"], rows)
+    return table([*heads, "clients that fit 80 GB", "in 4 slices", "checkpointed", "clients that fit 141 GB"], rows)
 
 
 def round_table() -> str:
@@ -100,8 +101,10 @@ def memory_table(points: list[dict[str, Any]]) -> str:
     for point in points:
         predicted, measured = point["rows"] + point["activations"], point["measured"]
         parts = [f"{value / MIB:.0f}" for value in (point["rows"], point["activations"], predicted, measured)]
-        rows.append([str(point["cohort"]), *parts, f"{measured / predicted:.2f}"])
-    return table(["cohort", "rows MiB", "activations MiB", "predicted MiB", "measured MiB", "ratio"], rows)
+        name = f"{point['layers']}{', checkpointed' if point['checkpointing'] else ''}"
+        rows.append([name, str(point["cohort"]), *parts, f"{measured / predicted:.2f}", f"{point['seconds']:.1f}"])
+    heads = ["layers", "cohort", "rows MiB", "activations MiB", "predicted MiB", "measured MiB", "ratio", "CPU s"]
+    return table(heads, rows)
 
 
 def rate_table(messages: list[dict[str, Any]], files: list[dict[str, Any]]) -> str:

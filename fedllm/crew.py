@@ -1,7 +1,7 @@
 """Who does a run's work: this process alone, or a captain (rank 0) with workers that do as it asks.
 
-The captain alone reads recipes and checkpoints, knows what every client keeps, aggregates, and writes. With every task a
-worker is sent what it needs of all that, x and its clients' own vectors included, these by the names of their files
+The captain alone reads recipes and checkpoints, knows what every client keeps, aggregates, and writes. With every task
+a worker is sent what it needs of all that, x and its clients' own vectors included, these by the names of their files
 where it reaches them, so that a client may be trained by another process in every round. What comes back is summed in
 the order of the shares, whoever computed them: the number of processes leaves no trace in a result.
 """

@@ -56,6 +56,15 @@ def test_a_layers_activations(bfloat16: bool) -> None:
     assert measured == replace(BASE, layers=1).saved(TOKENS, RANK, CLIENTS, bfloat16)
 
 
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_a_checkpointed_layer_keeps_its_input(bfloat16: bool) -> None:
+    (_, two), (_, three) = (build(layers, bfloat16) for layers in (2, 3))
+    for found in (two, three):
+        found._model.checkpointing = True
+    measured = saved_bytes(three, bfloat16) - saved_bytes(two, bfloat16)
+    assert measured == replace(BASE, layers=1).inputs(TOKENS, bfloat16)
+
+
 def test_weights_and_trainable_values() -> None:
     base, found = build(2)
     assert found.dim == base.trainable(RANK)
