@@ -60,7 +60,10 @@ class Server:
         self.rejected: dict[int, str] = {}
 
     def broadcast(self, client: int | None = None) -> Broadcast:
-        """What to send to a client of the round; with its number it also tells it which of its uploads counted last."""
+        """What to send to a client of the round; with its number it also tells it which of its uploads counted last.
+        UserError for a number that is none of the federation's."""
+        if client is not None and (why := self._stranger(client)):
+            raise UserError(why)
         server = {name: self.state[name] for name in self.algorithm.downloads()}
         counted = None if client is None else self.counted.get(client, "")
         return Broadcast(self.round, self.x, server, terms(self.algorithm, self.info), counted, self._start())
@@ -75,8 +78,8 @@ class Server:
         upload: as it came, also as Upload.to_bytes gave it. client: 0 to N - 1, whom the transport has identified.
         samples: that the client holds, where the server knows better than the upload.
         """
-        if not _whole(client, 0, self.info.num_clients - 1):
-            return f"client: found {_shown(client)}, expected 0 to {self.info.num_clients - 1}, num_clients less one"
+        if why := self._stranger(client):
+            return why
         if isinstance(upload, bytes | bytearray):
             most = sum(self._reduction.lengths.values()) * self.x.element_size() + _HEAD_BYTES
             if len(upload) > most:
@@ -101,6 +104,11 @@ class Server:
         self._heard[client] = upload.receipt
         self.rejected.pop(client, None)
         return None
+
+    def _stranger(self, client: Any) -> str | None:
+        if _whole(client, 0, last := self.info.num_clients - 1):
+            return None
+        return f"client: found {_shown(client)}, expected 0 to {last}, num_clients less one"
 
     def _reject(self, client: int, why: str) -> str:
         why = why if len(why) <= _REASON else f"{why[:_REASON]}..."

@@ -291,6 +291,9 @@ def test_a_client_is_one_of_the_federations(client: Any) -> None:
     server = Server(one.algorithm, torch.zeros(4), one.info)
     upload = one.fit(server.broadcast(), work(), squared)
     assert str(server.add(upload, client=client)).startswith(f"client: found {client!r}, expected 0 to 9")
+    if client is not None:
+        with pytest.raises(UserError, match=r"client: found .*, expected 0 to 9"):
+            server.broadcast(client)
     with pytest.raises(RunError, match="0 accepted uploads"):
         server.aggregate()
 

@@ -200,8 +200,8 @@ class Message(SimpleNamespace):
         node = reply_to.metadata.dst_node_id if reply_to else None
         super().__init__(content=content, metadata=SimpleNamespace(src_node_id=node, **metadata))
 
-    def has_content(self) -> bool:
-        return self.content is not None
+    def has_error(self) -> bool:
+        return self.content is None
 
 
 class App:
