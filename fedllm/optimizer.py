@@ -72,7 +72,7 @@ class FederatedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's, and under "local" the round so far: its number, the steps taken, their rates' sum, the vectors."""
         local = {"round": self._info.index, "steps": self._steps, "rate_sum": self._rate_sum, "vectors": self._local}
-        return {**super().state_dict(), "local": local}
+        return {**super().state_dict(), "local": {**local, "start": self._broadcast.start}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken, in this round and under this broadcast; the model is set to its x.
@@ -84,6 +84,8 @@ class FederatedOptimizer(torch.optim.Optimizer):
         why = misfit(local["vectors"], shapes, self._broadcast.x.dtype)
         if local["round"] != self._info.index:
             why = f"found round {local['round']}, expected {self._info.index}, the broadcast's"
+        elif local.get("start", "") != self._broadcast.start:
+            why = "found one that began with another x, expected the broadcast's"
         elif local["steps"] > self._rates.shape[1]:
             why = f"found {local['steps']} steps taken, expected at most {self._rates.shape[1]}, as the round was begun"
         if why:

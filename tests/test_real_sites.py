@@ -314,6 +314,10 @@ def test_an_upload_of_another_run_is_told_by_where_it_began() -> None:
     assert str(new.add(upload.to_bytes(), client=0)).startswith("start: found '")
     assert old.add(upload.to_bytes(), client=0) is None
     assert new.add(Upload(upload.tensors, **{**upload.head, "start": ""}), client=0) is None
+    saved = one.begin(old.broadcast(0), steps=K).state_dict()
+    one.begin(old.broadcast(0), steps=K).load_state_dict(saved)
+    with pytest.raises(UserError, match=r"optimizer state: found one that began with another x, .*; start the round"):
+        one.begin(new.broadcast(0), steps=K).load_state_dict(saved)
 
 
 def test_nothing_counts_after_the_last_round() -> None:
