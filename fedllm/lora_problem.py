@@ -180,7 +180,8 @@ class LoraProblem(Problem):
         def packed(rows: Packed) -> Tensor:
             return self._model.packed(x, rows.to(self.device))
 
-        return find_layout(model, self._tokens, padded, packed, tolerance=0.01 if self._exact else 0.3)
+        tolerance = 0.01 if self._exact else 0.3
+        return find_layout(model, self._tokens, padded, packed, tolerance, self._pad_id)
 
     @torch.no_grad()
     def logits(self, x: Tensor, tokens: Tokens, part: int = 0, parts: int = 1) -> Tensor:
