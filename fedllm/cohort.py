@@ -42,7 +42,8 @@ class CohortModel:
     dropout layers, and the making of attention masks (see `fedllm.masks`); `release` gives them back. The model's own
     trainable values play no part while it is in use. The model stays in eval mode: dropout comes from `keys` alone, and
     attention probabilities are never dropped.
-    Raises UserError for a trainable parameter that is in neither a LoRA nor a Linear layer.
+    Raises UserError for a trainable parameter that is in neither a LoRA nor a Linear layer, and for dropout that is no
+    layer.
     """
 
     def __init__(self, model: Any, space: ParameterSpace) -> None:
@@ -99,6 +100,7 @@ class CohortModel:
         self._layers = 0  # those with dropout
         self._adapters: set[str] = set()
         for name, module in self.model.named_modules():
+            _require_dropout_layers(name, module)
             if id(module) in adapters:
                 continue
             if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
@@ -199,6 +201,15 @@ def _autocast(device: torch.device) -> torch.dtype | None:
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
+
+
+def _require_dropout_layers(name: str, module: nn.Module) -> None:
+    for key, rate in vars(module).items():
+        if "dropout" in key and isinstance(rate, float) and rate > 0:
+            raise UserError(
+                f"model.dropout: {name}.{key} is {rate:g}, but {type(module).__name__} has no dropout layer for it, "
+                f"so that its masks cannot be drawn client by client; set model.dropout=0 to train without"
+            )
 
 
 def _adapter(module: Any) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from transformers import OPTConfig, OPTForSequenceClassification
 
+from fedllm.cohort import CohortModel
 from fedllm.dropout import Dropout, row_keys
+from fedllm.errors import UserError
+from fedllm.space import ParameterSpace
 
 
 def keys(clients: list[int], slots: list[list[int]], step: int = 0) -> torch.Tensor:
@@ -73,3 +78,18 @@ def test_every_coordinate_of_the_counter_matters_and_masks_are_uncorrelated() ->
 def test_rate_zero_is_the_identity() -> None:
     x = torch.randn(2, 3)
     assert dropout(x, 0.0, 0, keys([0], [[0, 1]])) is x
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_dropout_that_is_no_layer_is_refused_rather_than_left_out(rate: float) -> None:
+    config = OPTConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, ffn_dim=8, num_attention_heads=1, dropout=rate
+    )
+    model = OPTForSequenceClassification(config)
+    model.model.requires_grad_(False)
+    space = ParameterSpace.of(model)
+    if not rate:
+        CohortModel(model, space).release()
+        return
+    with pytest.raises(UserError, match=r"decoder.dropout is 0.1, .* set model.dropout=0"):
+        CohortModel(model, space)
