@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "Split", "Task", "Tokens", "load_task", "tokenize"]
 
+Reader = Callable[[Path], Table]
 Readers = dict[str, Callable[[], Table]]  # split name -> what reads it
 
 
@@ -100,7 +101,7 @@ def load_task(settings: Data, local_hub: str | None = None, progress: Progress |
     known = TASKS.get(settings.name or "")
     text = tuple(settings.text or (known.text if known else ("text",)))
     label = settings.label or "label"
-    readers = _pick_splits(settings, known, text, local_hub)
+    readers = _pick_splits(settings, known, partial(read_table, text=text, label=label), local_hub)
     tables: dict[str, Table] = {}
     for role, read in readers.items():
         if progress:
@@ -148,12 +149,12 @@ def _check(settings: Data) -> None:
 # Where splits come from
 
 
-def _pick_splits(settings: Data, known: KnownTask | None, text: tuple[str, ...], local_hub: str | None) -> Readers:
+def _pick_splits(settings: Data, known: KnownTask | None, read: Reader, local_hub: str | None) -> Readers:
     """What reads the "train" and, unless it is to be held out, the "validation" split."""
     if settings.name is None:
         paths = {"train": settings.train, "validation": settings.validation}
-        return {role: _file_reader(f"data.{role}", path, text) for role, path in paths.items() if path}
-    found = _find_splits(settings.name, known, text, local_hub)
+        return {role: _file_reader(f"data.{role}", path, read) for role, path in paths.items() if path}
+    found = _find_splits(settings.name, known, read, local_hub)
     wanted = {"train": settings.train or "train"}
     default = known.validation if known else "validation"
     if settings.validation or default in found:
@@ -167,20 +168,20 @@ def _pick_splits(settings: Data, known: KnownTask | None, text: tuple[str, ...],
     return {role: found[split] for role, split in wanted.items()}
 
 
-def _file_reader(key: str, name: str, text: tuple[str, ...]) -> Callable[[], Table]:
+def _file_reader(key: str, name: str, read: Reader) -> Callable[[], Table]:
     path = hub.find_local("datasets", name)
     if path is None:
         raise UserError(f"{key}={name}: no such file or folder ({Path(name).expanduser().absolute()})")
-    return partial(read_table, path, text)
+    return partial(read, path)
 
 
-def _find_splits(name: str, known: KnownTask | None, text: tuple[str, ...], local_hub: str | None) -> Readers:
+def _find_splits(name: str, known: KnownTask | None, read: Reader, local_hub: str | None) -> Readers:
     """The splits of a named data set: the files in its folder by name, or else the folder or file itself as "train"."""
     path = hub.find_local("datasets", name, local_hub)
     if path is None:
         return _find_hub_splits(name, known, local_hub)
     files = sorted(file for file in path.glob("*") if file.suffix.lower() in READERS)
-    return {file.stem: partial(read_table, file, text) for file in files} or {"train": partial(read_table, path, text)}
+    return {file.stem: partial(read, file) for file in files} or {"train": partial(read, path)}
 
 
 def _find_hub_splits(name: str, known: KnownTask | None, local_hub: str | None) -> Readers:

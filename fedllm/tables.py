@@ -71,12 +71,12 @@ class Table:
         return values
 
 
-def read_table(path: Path, text: Sequence[str] = ()) -> Table:
+def read_table(path: Path, text: Sequence[str] = (), label: str = "") -> Table:
     """A .csv, .tsv, .json, .jsonl or .parquet file, or a folder with one folder of .txt files per class.
 
     CSV: UTF-8, a header line, then rows; an unquoted empty cell is missing; a column whose every cell is a number holds
-    numbers, unless `text` names it or a cell begins with a needless zero, as ids such as 007 do. JSON: one object a
-    line, or one list of objects.
+    numbers, unless `text` names it or they look like ids: a cell begins with a needless zero (007), or not all are
+    whole (1.10) and it is not the `label`. JSON: one object a line, or one list of objects.
     Raises UserError for another kind of file, one that does not parse, and one without rows.
     """
     if path.is_dir():
@@ -89,7 +89,7 @@ def read_table(path: Path, text: Sequence[str] = ()) -> Table:
     if not path.stat().st_size:
         raise UserError(f"{path}: the file is empty")
     try:
-        columns = reader(path, text)
+        columns = reader(path, text, label)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     except RecursionError as error:
@@ -110,7 +110,7 @@ def _columns(table: pa.Table) -> Columns:
     return columns
 
 
-def _read_csv(path: Path, text: Sequence[str]) -> Columns:
+def _read_csv(path: Path, text: Sequence[str], label: str) -> Columns:
     content = path.read_bytes()
     content.decode("utf-8")  # here, where the byte that is not can be named
     table = _parse_csv(content, path, text)
@@ -118,7 +118,10 @@ def _read_csv(path: Path, text: Sequence[str]) -> Columns:
     if not numbers:
         return columns
     written = _parse_csv(content, path, numbers)
-    return columns | {name: written[name].to_pylist() for name in numbers if _has_needless_zero(written[name])}
+    # Two ids may be one number: 7 and 007; 1.1 and 1.10, or two of 20 digits, which are read as floats.
+    floats = {name for name in numbers if name != label and pa.types.is_floating(table[name].type)}
+    ids = (name for name in numbers if name in floats or _has_needless_zero(written[name]))
+    return columns | {name: written[name].to_pylist() for name in ids}
 
 
 def _parse_csv(content: bytes, path: Path, text: Sequence[str]) -> pa.Table:
@@ -146,7 +149,7 @@ def _has_needless_zero(written: pa.ChunkedArray) -> bool:
     return bool(pa_compute.any(pa_compute.match_substring_regex(written, r"^\s*[+-]?0[0-9]")).as_py())
 
 
-def _read_json(path: Path, _: Sequence[str]) -> Columns:
+def _read_json(path: Path, *_: object) -> Columns:
     content = path.read_text(encoding="utf-8-sig")
     if content.lstrip().startswith("["):
         records = json.loads(content)
@@ -165,11 +168,11 @@ def _read_json(path: Path, _: Sequence[str]) -> Columns:
     return {name: [record.get(name) for record in records] for name in names}
 
 
-def _read_parquet(path: Path, _: Sequence[str]) -> Columns:
+def _read_parquet(path: Path, *_: object) -> Columns:
     return _columns(pa_parquet.ParquetFile(path).read())
 
 
-READERS: dict[str, Callable[[Path, Sequence[str]], Columns]] = {
+READERS: dict[str, Callable[[Path, Sequence[str], str], Columns]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".json": _read_json,

@@ -177,7 +177,15 @@ def test_ids_keep_their_zeros(tmp_path):
     coded = task_of(tmp_path / "t.csv", [("a", "001"), ("b", "1"), ("c", "001"), ("d", "1")], holdout=0.5)
     assert coded.label_names == ("001", "1")
     plain = task_of(tmp_path / "t.csv", [(f"t{row}", 0.5 + row, 0.25) for row in range(4)], ("text", "label", "site"))
-    assert (plain.regression, set(plain.train.columns["site"])) == (True, {0.25})
+    assert (plain.regression, set(plain.train.columns["site"])) == (True, {"0.25"})
+
+
+def test_ids_that_are_equal_as_numbers_stay_apart(tmp_path):
+    wards, long = ["1.1", "1.10", "1.2", "1.20"] * 2, [f"1000000000000000000{end}" for end in "00112233"]
+    rows = [(f"t{row}", row % 3, *ids) for row, ids in enumerate(zip(wards, long, strict=True))]
+    columns = task_of(tmp_path / "t.csv", rows, ("text", "label", "ward", "patient"), holdout=0.1).train.columns
+    assert set(columns["ward"]) <= set(wards)
+    assert set(columns["patient"]) <= set(long)
 
 
 def test_validation_labels_must_be_of_the_training_split(tmp_path):

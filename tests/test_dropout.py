@@ -82,9 +82,7 @@ def test_rate_zero_is_the_identity() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_dropout_that_is_no_layer_is_refused_rather_than_left_out(rate: float) -> None:
-    config = OPTConfig(
-        vocab_size=8, hidden_size=8, num_hidden_layers=1, ffn_dim=8, num_attention_heads=1, dropout=rate
-    )
+    config = OPTConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, ffn_dim=8, num_attention_heads=1, dropout=rate)
     model = OPTForSequenceClassification(config)
     model.model.requires_grad_(False)
     space = ParameterSpace.of(model)
