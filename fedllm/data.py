@@ -93,7 +93,8 @@ def load_task(settings: Data, local_hub: str | None = None, progress: Progress |
     then name its splits. Without a name, `train` and `validation` are files or folders.
     Without a validation split, a random fraction `holdout` of the training split is held out, class by class if it has
     classes. max_train and max_validation then keep uniform random subsets.
-    Labels: classes that the data set declares keep their ids; for others see labels.learn_coding.
+    Labels: classes that the data set declares keep their ids; for others, and with `regression`, see
+    labels.learn_coding.
 
     Raises UserError naming the file or split and the key, column, row or value that is wrong.
     """
@@ -111,7 +112,10 @@ def load_task(settings: Data, local_hub: str | None = None, progress: Progress |
     clean = known.clean if known else list
     texts = {role: [clean(table.texts(column)) for column in text] for role, table in tables.items()}
     declared = known.classes if known else tables["train"].classes.get(label)
-    coding = learn_coding(tables["train"], label) if declared is None else Coding(declared, declared=True)
+    if declared is None or settings.regression is not None:
+        coding = learn_coding(tables["train"], label, settings.regression)
+    else:
+        coding = Coding(declared, declared=True)
     splits = {
         role: Split(texts[role], coding.encode(table, label), table.without(*text, label))
         for role, table in tables.items()
@@ -139,6 +143,8 @@ def _check(settings: Data) -> None:
         raise UserError(f"data.text={settings.text}: expected one or two columns")
     if settings.text and label in settings.text:
         raise UserError(f"data.text={settings.text}: '{label}' is the label column; expected columns of text")
+    if settings.regression is not None and settings.name in TASKS:
+        raise UserError(f"data.regression={settings.regression}: '{settings.name}' says itself; leave it out")
     if not 0 < settings.holdout < 1:
         raise UserError(f"data.holdout={settings.holdout}: expected a fraction between 0 and 1")
     for key, limit in (("max_train", settings.max_train), ("max_validation", settings.max_validation)):

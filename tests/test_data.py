@@ -118,6 +118,19 @@ def test_numbers_that_are_not_all_whole_are_a_regression(tmp_path):
     assert task.validation.labels.tolist() == [3.0, 1.5]
 
 
+def test_whole_numbers_are_a_regression_and_others_classes_where_the_recipe_says_so(tmp_path):
+    scores = [(f"t{row}", row % 5) for row in range(20)]
+    asked = task_of(tmp_path / "t.csv", scores, regression=True)
+    assert (asked.regression, asked.train.labels.dtype, asked.metric) == (True, np.float32, "pearson_spearman")
+    assert set(asked.train.labels) == {0.0, 1.0, 2.0, 3.0, 4.0}
+    grades = [(f"t{row}", 1.3 if row % 2 else 1.7) for row in range(20)]
+    assert task_of(tmp_path / "t.csv", grades, regression=False).label_names == ("1.3", "1.7")
+    with pytest.raises(UserError, match=r"t\.csv, column 'label': found 'good', expected numbers"):
+        task_of(tmp_path / "t.csv", GOOD, regression=True)
+    with pytest.raises(UserError, match=r"data\.regression=True: 'glue/sst2' says itself"):
+        load_task(Data(name="glue/sst2", regression=True))
+
+
 def test_splits_may_be_of_different_formats(tmp_path):
     validation = write(tmp_path / "v.json", [("a", "1"), ("b", "0")])
     task = task_of(tmp_path / "t.csv", [("a", 0), ("b", 1)], validation=validation)
