@@ -116,6 +116,12 @@ def load_task(settings: Data, local_hub: str | None = None, progress: Progress |
         coding = learn_coding(tables["train"], label, settings.regression)
     else:
         coding = Coding(declared, declared=True)
+        for table in tables.values():
+            if (names := table.classes.get(label, declared)) != declared:
+                raise UserError(
+                    f"{table.source}, column '{label}': declares the classes {', '.join(names)}, expected those of the "
+                    f"training split: {', '.join(declared)}"
+                )
     splits = {
         role: Split(texts[role], coding.encode(table, label), table.without(*text, label))
         for role, table in tables.items()

@@ -89,14 +89,14 @@ def read_table(path: Path, text: Sequence[str] = (), label: str = "") -> Table:
     if not path.stat().st_size:
         raise UserError(f"{path}: the file is empty")
     try:
-        columns = reader(path, text, label)
+        columns, classes = reader(path, text, label), _declared_classes(path)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     except RecursionError as error:
         raise UserError(f"{path}: not a readable {path.suffix} file: its values nest too deeply") from error
     except (ValueError, OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: not a readable {path.suffix} file: {error}") from error
-    table = Table(str(path), columns)
+    table = Table(str(path), columns, classes)
     if not len(table):
         raise UserError(f"{path}: the file holds no rows")
     return table
@@ -160,7 +160,9 @@ def _read_json(path: Path, *_: object) -> Columns:
                 try:
                     records.append(json.loads(line))
                 except json.JSONDecodeError as error:
-                    raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
+                    raise ValueError(
+                        f"line {number}, column {error.colno}: {error.msg}; expected an object a line, or one list"
+                    ) from error
     for row, record in enumerate(records, 1):
         if not isinstance(record, dict):
             raise ValueError(f"row {row} is {record!r}, expected an object of column names and values")
@@ -170,6 +172,15 @@ def _read_json(path: Path, *_: object) -> Columns:
 
 def _read_parquet(path: Path, *_: object) -> Columns:
     return _columns(pa_parquet.ParquetFile(path).read())
+
+
+def _declared_classes(path: Path) -> dict[str, tuple[str, ...]]:
+    """The names of classes that the datasets library wrote into a parquet file."""
+    if path.suffix.lower() != ".parquet":
+        return {}
+    written = json.loads((pa_parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}"))
+    kinds = written.get("info", {}).get("features", {}).items()
+    return {name: tuple(kind["names"]) for name, kind in kinds if isinstance(kind, dict) and kind.get("names")}
 
 
 READERS: dict[str, Callable[[Path, Sequence[str], str], Columns]] = {

@@ -131,6 +131,22 @@ def test_whole_numbers_are_a_regression_and_others_classes_where_the_recipe_says
         load_task(Data(name="glue/sst2", regression=True))
 
 
+def test_classes_that_a_parquet_file_declares(tmp_path):
+    def parquet(name, classes, labels):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=classes)})
+        rows = {"text": [f"t{row}" for row in range(len(labels))], "label": labels}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / name)
+        return str(tmp_path / name)
+
+    train = parquet("t.parquet", ["neg", "neutral", "pos"], [0, 2, 2, 0])
+    task = load_task(Data(train=train, validation=parquet("v.parquet", ["neg", "neutral", "pos"], [1])))
+    assert (task.label_names, task.train.labels.tolist()) == (("neg", "neutral", "pos"), [0, 2, 2, 0])
+    with pytest.raises(UserError, match=r"o\.parquet, column 'label': declares the classes pos, neutral, neg"):
+        load_task(Data(train=train, validation=parquet("o.parquet", ["pos", "neutral", "neg"], [0])))
+    with pytest.raises(UserError, match=r"u\.parquet, row 1, column 'label': found -1, expected a class from 0 to 2"):
+        load_task(Data(train=train, validation=parquet("u.parquet", ["neg", "neutral", "pos"], [-1])))
+
+
 def test_splits_may_be_of_different_formats(tmp_path):
     validation = write(tmp_path / "v.json", [("a", "1"), ("b", "0")])
     task = task_of(tmp_path / "t.csv", [("a", 0), ("b", 1)], validation=validation)
@@ -161,7 +177,7 @@ def test_splits_may_be_of_different_formats(tmp_path):
         ("t.json", 5000 * "[" + 5000 * "]", ["t.json", "nest too deeply"]),
         ("t.jsonl", b'{"text": "\xff"}', ["t.jsonl", "UTF-8", "byte 10"]),
         ("t.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', ["row 2", "'label'", "missing"]),
-        ("t.jsonl", '{"text": "a", "label": 1}\n\n{"text": \n', ["t.jsonl", "line 3"]),
+        ("t.jsonl", '{"text": "a", "label": 1}\n\n{"text": \n', ["t.jsonl", "line 3", "an object a line"]),
         ("t.jsonl", '{"text": "a", "label": 1}\n7\n', ["t.jsonl", "row 2", "expected an object"]),
         ("t.jsonl", '{"text": "\\ud83d", "label": 1}', ["row 1", "'text'", "surrogate"]),
         ("t.json", '[{"text": 5, "label": 1}]', ["row 1", "'text'", "found 5 (int)", "expected text"]),
