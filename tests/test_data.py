@@ -168,6 +168,7 @@ def test_splits_may_be_of_different_formats(tmp_path):
         ("t.csv", "text,label\n" + "".join(f"t,l{i}\n" for i in range(100)), ["'label'", "100 classes in 100 rows"]),
         ("t.csv", b"text,label\n\xff\xfe,b\n", ["t.csv", "not UTF-8 text (byte 11); save it as UTF-8"]),
         ("t.csv", 'text,label\na,b\nc,""\n', ["t.csv", "'label', row 2: found ''", "a class's name"]),
+        ("t.csv", "text,label\na,1\nb,NA\nc,0\n", ["'label', row 2", "found 'NA' among numbers"]),
         ("t.csv", "text,label\na,0.5\nc,1e39\n", ["row 2", "found 1e+39", "float32's largest"]),
         (
             "t.jsonl",
