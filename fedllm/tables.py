@@ -114,6 +114,8 @@ def _read_csv(path: Path, text: Sequence[str], label: str) -> Columns:
     content = path.read_bytes()
     content.decode("utf-8")  # here, where the byte that is not can be named
     table = _parse_csv(content, path, text)
+    if path.suffix.lower() == ".tsv":
+        _require_closed_quotes(table)
     columns, numbers = _columns(table), _numeric(table)
     if not numbers:
         return columns
@@ -138,6 +140,18 @@ def _parse_csv(content: bytes, path: Path, text: Sequence[str]) -> pa.Table:
             quoted_strings_can_be_null=False,
         ),
     )
+
+
+def _require_closed_quotes(table: pa.Table) -> None:
+    """Many a .tsv has quotes that are plain letters: one that begins a cell would swallow the rows up to the next."""
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pa.types.is_string(column.type):
+            tabs, ends = (pa_compute.match_substring(column, mark) for mark in ("\t", "\n"))
+            if (row := pa_compute.index(pa_compute.and_(tabs, ends), True).as_py()) >= 0:
+                raise ValueError(
+                    f"row {row + 1}, column '{name}': a quote at its beginning takes in tabs and line ends; if it is a "
+                    f"letter like others, save the file as JSON lines or as a quoted CSV"
+                )
 
 
 def _numeric(table: pa.Table) -> list[str]:

@@ -164,6 +164,7 @@ def test_splits_may_be_of_different_formats(tmp_path):
         ("t.csv", "text,label\na,\nb,c\n", ["row 1", "'label'", "missing"]),
         ("t.csv", "text,label\na,b,c\n", ["t.csv", "Row #2: Expected 2 columns, got 3"]),
         ("t.csv", "text,text,label\na,b,c\n", ["t.csv", "'text'", "more than once"]),
+        ("t.tsv", 'text\tlabel\na\tx\n"b\ty\nc\tx\nd"\ty\n', ["t.tsv", "row 2", "'text'", "a quote at its beginning"]),
         ("t.csv", "text,label\na,b\nc,b\n", ["'label'", "every row has the label 'b'"]),
         ("t.csv", "text,label\n" + "".join(f"t,l{i}\n" for i in range(100)), ["'label'", "100 classes in 100 rows"]),
         ("t.csv", b"text,label\n\xff\xfe,b\n", ["t.csv", "not UTF-8 text (byte 11); save it as UTF-8"]),
