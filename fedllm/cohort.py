@@ -6,6 +6,7 @@ A [C, r, in] and B [C, out, r] are two batched matmuls, or a loop where clients 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,15 +25,19 @@ from fedllm.space import ParameterSpace
 @dataclass
 class _Pass:
     """What the layers of the pass under way need: the clients' parameters, the samples' dropout or None, and the packed
-    rows, None where a row is a sample."""
+    rows, None where a row is a sample. been: how often each layer has dropped, which in ALBERT is once a depth."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
     dropout: Dropout | None = None
     packed: Packed | None = None
+    been: Counter[int] = field(default_factory=Counter)
 
     def drop(self, x: Tensor, rate: float, layer: int) -> Tensor:
         """Dropout of x [samples, F] or [rows, L, F]."""
-        return x if self.dropout is None else self.dropout(x, rate, layer)
+        if self.dropout is None:
+            return x
+        self.been[layer] += 1
+        return self.dropout(x, rate, layer, self.been[layer] - 1)
 
 
 class CohortModel:
