@@ -6,8 +6,9 @@ A [C, r, in] and B [C, out, r] are two batched matmuls, or a loop where clients 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,15 +27,19 @@ from fedllm.space import ParameterSpace
 @dataclass
 class _Pass:
     """What the layers of the pass under way need: the clients' parameters, the samples' dropout or None, and the packed
-    rows, None where a row is a sample."""
+    rows, None where a row is a sample. been: how often each layer has dropped, which in ALBERT is once a depth."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
     dropout: Dropout | None = None
     packed: Packed | None = None
+    been: Counter[int] = field(default_factory=Counter)
 
     def drop(self, x: Tensor, rate: float, layer: int) -> Tensor:
         """Dropout of x [samples, F] or [rows, L, F]."""
-        return x if self.dropout is None else self.dropout(x, rate, layer)
+        if self.dropout is None:
+            return x
+        self.been[layer] += 1
+        return self.dropout(x, rate, layer, self.been[layer] - 1)
 
 
 class CohortModel:
@@ -144,14 +149,15 @@ class CohortModel:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (self.checkpointing and torch.is_grad_enabled()):
                 return run(*args, **kwargs)
-            wanted = self._pass
+            wanted, been = self._pass, self._pass.been.copy()
 
             def again(*args: Any, **kwargs: Any) -> Any:
                 """In the backward pass too, when another pass, or none, is under way."""
-                under_way, self._pass = self._pass, wanted
+                under_way, self._pass = self._pass, replace(wanted, been=been.copy())
                 try:
                     return run(*args, **kwargs)
                 finally:
+                    wanted.been |= self._pass.been
                     self._pass = under_way
 
             # Nothing is drawn from a generator, dropout included: its state need not be kept.

@@ -11,6 +11,7 @@ from fedllm.errors import UserError
 from fedllm.tables import Table
 
 KEY = "data.label"
+_MISSING = {"NA", "N/A", "NULL", "null"}  # as programs write a number that is not there
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -47,20 +48,28 @@ class Coding:
         return np.array(codes, np.int64 if self.names else np.float32)
 
 
-def learn_coding(table: Table, label: str) -> Coding:
+def learn_coding(table: Table, label: str, regression: bool | None = None) -> Coding:
     """The coding of a label column that declares no classes.
 
-    Its sorted distinct values are the classes, unless they are numbers and not all whole, which makes a regression.
-    Raises UserError for values of mixed or other types, for a single class, and for a column that cannot be of classes.
+    Its sorted distinct values are the classes, unless it is a regression: by default where they are numbers and not all
+    whole. Raises UserError for values of mixed or other types, a regression without numbers, a single class, and a
+    column that cannot be of classes.
     """
     values = table.column(label, KEY)
     where = f"{table.source}, column '{label}'"
     kinds = {type(value) for value in values}
+    if kinds == {str} and (marks := _MISSING.intersection(values)) and all(map(_is_number, {*values} - marks)):
+        row = next(row for row, value in enumerate(values, 1) if value in marks)
+        raise UserError(f"{where}, row {row}: found {values[row - 1]!r} among numbers; fill it in or drop the row")
     numeric = kinds <= {int, float}
     if not numeric and kinds not in ({str}, {bool}):
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise UserError(f"{where}: found values of type {found}; expected text, whole numbers or numbers")
-    if numeric and not all(type(value) is int or value.is_integer() for value in values):
+    if regression and not numeric:
+        raise UserError(f"{where}: found {values[0]!r}, expected numbers, as data.regression=true says")
+    if regression is None:
+        regression = numeric and not all(type(value) is int or value.is_integer() for value in values)
+    if regression:
         return Coding(())
     names = tuple(map(_class_name, sorted(set(values))))
     for row, name in enumerate(map(_class_name, values), 1):
@@ -71,6 +80,14 @@ def learn_coding(table: Table, label: str) -> Coding:
     if len(values) >= 100 and len(names) > len(values) / 2:
         raise UserError(f"{where}: {len(names)} classes in {len(values)} rows; {KEY} must name a column of classes")
     return Coding(names)
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _class_name(value: Any) -> str:

@@ -191,7 +191,7 @@ class LoraProblem(Problem):
         def packed(rows: Packed) -> Tensor:
             return self._model.packed(x, rows.to(self.device))
 
-        return find_layout(model, self._tokens, padded, packed, self._tolerance)
+        return find_layout(model, self._tokens, padded, packed, self._tolerance, self._pad_id)
 
     @torch.no_grad()
     def logits(self, x: Tensor, tokens: Tokens, part: int = 0, parts: int = 1) -> Tensor:

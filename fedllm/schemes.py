@@ -6,6 +6,7 @@ Each scheme returns `owner` [n]: the client of each sample, or -1 where it has n
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -176,8 +177,9 @@ def dirichlet_classes(classes: np.ndarray, clients: int, alpha: float, rng: np.r
 def dirichlet_clients(classes: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
     """Every client n // clients samples, of classes drawn from its own mix ~ Dir(alpha); the rest has no client.
 
-    Hsu et al. 2019, with a uniform prior over the classes. Clients draw in random turns. Once a class has run out, a
-    client draws from its mix over the classes that remain.
+    Hsu et al. 2019, with a uniform prior over the C classes. alpha is each class's; where Dir(alpha p) is written, with
+    a prior p that sums to 1, it is C times ours. Clients draw in random turns. Once a class has run out, a client draws
+    from its mix over the classes that remain.
     """
     pools = [rng.permutation(np.flatnonzero(classes == label)) for label in range(classes.max() + 1)]
     log_mix = _log_dirichlet(alpha, (clients, len(pools)), rng)
@@ -209,8 +211,12 @@ def top_up(owner: np.ndarray, clients: int, min_size: int, rng: np.random.Genera
     """`owner` with clients short of min_size given random samples, one by one, of the client largest at that moment."""
     owner = owner.copy()
     held = [rng.permutation(np.flatnonzero(owner == client)).tolist() for client in range(clients)]
+    largest = [(-len(samples), client) for client, samples in enumerate(held)]
+    heapq.heapify(largest)
     for client, samples in enumerate(held):
         while len(samples) < min_size:
-            samples.append(max(held, key=len).pop())
+            giver = largest[0][1]
+            samples.append(held[giver].pop())
+            heapq.heapreplace(largest, (-len(held[giver]), giver))
         owner[samples] = client
     return owner
