@@ -185,6 +185,7 @@ def assemble(recipe: Recipe, shelf: Shelf | None = None, processes: int = 1) -> 
         autocast=machine.autocast,
         slices=None if recipe.run.slices == "auto" else recipe.run.slices,
         pass_bytes=pass_bytes(machine.device),
+        checkpointing=recipe.run.gradient_checkpointing,
         blocks=_blocks(model, algorithm, recipe, machine),
         pad_id=int(backbone.tokenizer.pad_token_id or 0),
     )
@@ -273,6 +274,8 @@ def _rows(job: Job) -> str:
         rows = "several samples a row"
     else:
         rows = "a sample a row" if job.recipe.run.slices != "auto" else "a sample a row, as this model needs it"
+    if job.recipe.run.gradient_checkpointing:
+        rows += ", blocks computed again"
     return f"{rows}, passes of {int(job.problem.pass_tokens):,} tokens unless a client alone has more"
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fedllm.dropout import Dropout
 from fedllm.errors import UserError
@@ -43,17 +45,20 @@ class _Pass:
 class CohortModel:
     """A PEFT model whose trainable layers compute with the parameters of C clients at once.
 
-    Built once; it takes over the forward of the LoRA layers, of the trainable Linear layers of the head, and of the
-    dropout layers, and the making of attention masks (see `fedllm.masks`); `release` gives them back. The model's own
-    trainable values play no part while it is in use. The model stays in eval mode: dropout comes from `keys` alone, and
-    attention probabilities are never dropped.
-    Raises UserError for a trainable parameter that is in neither a LoRA nor a Linear layer, and for dropout that is no
-    layer.
+    checkpointing: whether blocks keep their inputs only, and are computed again in the backward pass (gradient
+    checkpointing); blocks: how many can.
+
+    Built once; it takes over the forward of the LoRA layers, of the trainable Linear layers of the head, of the blocks
+    and of the dropout layers, and the making of attention masks (see `fedllm.masks`); `release` gives them back. The
+    model's own trainable values play no part while it is in use. The model is in eval mode: dropout comes from `keys`
+    alone, and attention probabilities are never dropped.
+    Raises UserError for a trainable parameter that is in neither a LoRA nor a Linear layer.
     """
 
     def __init__(self, model: Any, space: ParameterSpace) -> None:
-        self.model, self.space = model.eval(), space
+        self.model, self.space = model, space
         self._pass = _Pass()
+        self.checkpointing = False
         self._taken: list[nn.Module] = []
         self._no_padding = 1 if getattr(model.config, "pad_token_id", None) != 1 else 0
         self._install()
@@ -105,7 +110,6 @@ class CohortModel:
         self._layers = 0  # those with dropout
         self._adapters: set[str] = set()
         for name, module in self.model.named_modules():
-            _require_dropout_layers(name, module)
             if id(module) in adapters:
                 continue
             if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
@@ -123,12 +127,43 @@ class CohortModel:
                 self._take(module, self._dropout(module.p, self._layers))
                 self._layers += 1
         self._read_packed()
+        self._recompute_blocks()
         self._runs = self.space.runs(self._adapters)
         if missing := trainable - served - self._adapters:
             raise UserError(
                 f"cannot train {sorted(missing)[0]} of several clients at once: expected trainable parameters in LoRA "
                 f"layers and in the Linear layers of the task head only"
             )
+
+    def _recompute_blocks(self) -> None:
+        """A block's outermost layer, as transformers marks those that can be checkpointed, keeps its input only."""
+        self.blocks = 0
+        inside: set[int] = set()
+        for block in self.model.modules():
+            if isinstance(block, GradientCheckpointingLayer) and id(block) not in inside:
+                inside |= {id(module) for module in block.modules()}
+                self._take(block, self._recomputed(block.forward))
+                self.blocks += 1
+
+    def _recomputed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not (self.checkpointing and torch.is_grad_enabled()):
+                return run(*args, **kwargs)
+            wanted, been = self._pass, Counter(self._pass.been)
+
+            def again(*args: Any, **kwargs: Any) -> Any:
+                """In the backward pass too, when another pass, or none, is under way."""
+                under_way, self._pass = self._pass, wanted
+                wanted.been = Counter(been)
+                try:
+                    return run(*args, **kwargs)
+                finally:
+                    self._pass = under_way
+
+            # Nothing is drawn from a generator, dropout included: its state need not be kept.
+            return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        return forward
 
     def _read_packed(self) -> None:
         """Between the backbone and the head, only the tokens that the head reads go on from a packed pass."""
@@ -206,15 +241,6 @@ def _autocast(device: torch.device) -> torch.dtype | None:
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
-
-
-def _require_dropout_layers(name: str, module: nn.Module) -> None:
-    for key, rate in vars(module).items():
-        if "dropout" in key and isinstance(rate, float) and rate > 0:
-            raise UserError(
-                f"model.dropout: {name}.{key} is {rate:g}, but {type(module).__name__} has no dropout layer for it, "
-                f"so that its masks cannot be drawn client by client; set model.dropout=0 to train without"
-            )
 
 
 def _adapter(module: Any) -> str:

@@ -58,7 +58,10 @@ def attach_lora(backbone: Backbone, lora: Lora, *, seed: int = 0) -> PeftModel:
     )
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        adapted = get_peft_model(model, config)
+        try:
+            adapted = get_peft_model(model, config)
+        except ValueError as cause:
+            raise UserError(f"model '{backbone.name}': PEFT cannot adapt it: {cause}") from cause
     _check_trained(adapted, backbone, targets)
     _start_lora(adapted, seed)
     return adapted.eval()

@@ -7,6 +7,7 @@ taken on trust: `find_layout` compares the two on samples of the data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from fedllm.tokens import Tokens, send
 
@@ -165,17 +167,18 @@ def find_layout(
     or the samples cannot tell.
 
     padded, packed: logits [n, labels] of samples given as indices [n], and of packed rows of one client. Tried on four
-    samples in one row: both ways to attend, with positions from 0 or, as RoBERTa has them, after the padding's.
+    samples, from the shortest to the longest, in one row as long as any: both ways to attend, with positions from 0 or,
+    as RoBERTa has them, after the padding's.
     tolerance: of the logits' difference, relative to how far those of the samples lie apart.
     """
-    index = torch.linspace(0, len(tokens) - 1, min(4, len(tokens))).long()
-    length = int(tokens.lengths[index].sum())
+    index = tokens.lengths.argsort(stable=True)[torch.linspace(0, len(tokens) - 1, min(4, len(tokens))).long()]
+    length = max(int(tokens.lengths[index].sum()), 2 * int(tokens.lengths.max()))
     expected = padded(index)
     firsts = {0, *(1 + m.padding_idx for n, m in model.named_modules() if _counts_from_padding(n, m))}
     spread = float((expected - expected.mean(dim=0)).norm())
     tried: list[tuple[float, Layout]] = []
     for layout in (Layout(causal, first) for first in firsts for causal in (False, True)):
-        with suppress(TypeError, ValueError, RuntimeError, IndexError):
+        with suppress(Exception):  # the model's own code, which may fail in any way
             found = packed(pack(tokens, index[None].numpy(), layout, pad_id=pad_id, length=length))
             if found.shape == expected.shape:
                 tried.append((float((found - expected).norm()), layout))
@@ -184,6 +187,15 @@ def find_layout(
     (apart, layout), *others = sorted(tried, key=itemgetter(0))
     alone = not others or apart < others[0][0] / 3
     return layout if alone and apart < tolerance * spread else None
+
+
+def look_back(model: nn.Module) -> float:
+    """Tokens of the shortest window of the model's attention, inf without one. Longer samples cannot be packed: in
+    packed rows one mask serves all layers, also those with a window."""
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return min((window for window in windows if isinstance(window, int)), default=math.inf)
 
 
 def _counts_from_padding(name: str, module: nn.Module) -> bool:

@@ -138,6 +138,9 @@ class Run:
     slices: int | Literal["auto"] = setting(
         "auto", "auto = several samples packed in a row; a number: padded, in that many length-sorted slices"
     )
+    gradient_checkpointing: bool = setting(
+        False, "keep the inputs of the model's blocks only and compute them again: less memory, a third more time"
+    )
     timeout: float = setting(3600.0, "seconds that one process waits for another before the run stops")
     checkpoint_every: int = setting(10, "rounds between checkpoints")
     resume: Literal["auto", "never"] = setting("auto", "auto = go on from the run folder's last good checkpoint")

@@ -240,6 +240,14 @@ def test_a_backbone_inside_another_module_keeps_its_config() -> None:
     assert partition(model).num_blocks == partition(backbone).num_blocks + 2 + 1
 
 
+def test_a_head_with_a_config_that_peft_copied() -> None:
+    model = tf.AutoModelForSequenceClassification.from_config(OTHERS["deberta"])
+    adapted = lora(model, ["query_proj", "value_proj"], modules_to_save=["pooler", "classifier"])
+    pooler = adapted.base_model.model.pooler.modules_to_save["default"]
+    assert pooler.config is not model.config  # that with which the attention was found
+    assert partition(adapted).num_blocks == 2 * (4 + 4 + 4 + 32) + (32 + 1) + (2 + 1)
+
+
 def test_two_attentions_may_share_a_projection() -> None:
     model = build("qwen2")
     before = partition(model).num_blocks

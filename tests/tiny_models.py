@@ -55,7 +55,7 @@ def save_tokenizer(folder: Path, pad: bool) -> PreTrainedTokenizerFast:
 def save_tiny(folder: Path, family: str, *, headless: bool = True, **changes: object) -> str:
     """A random checkpoint of `family` in `folder`, without a task head unless told otherwise; its path."""
     save_tokenizer(folder, pad=family not in DECODERS)
-    settings = {"vocab_size": 32, "initializer_range": 0.2, **CONFIGS[family], **changes}
+    settings = {"vocab_size": 32, "initializer_range": 0.2, **CONFIGS.get(family, {}), **changes}
     config = CONFIG_MAPPING[family](**settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)

@@ -211,10 +211,10 @@ def _num_heads(config: object) -> int:
 
 def _refuse_unseen_attention(modules: dict[str, nn.Module], found: list[Attention]) -> None:
     """Raise RoleError if a config has attention heads but no attention was found in any module that carries it."""
-    seen = {id(config) for attention in found for config in _configs(modules, attention.name)}
+    seen = [config for attention in found for config in _configs(modules, attention.name)]
     for path, module in modules.items():
         config = getattr(module, "config", None)
-        if _num_heads(config) and id(config) not in seen:
+        if _num_heads(config) and config not in seen:  # PEFT copies a head with its config, so by value
             where = f" (at {path})" if path else ""
             raise RoleError(
                 f"{type(module).__name__}{where}: its {type(config).__name__} has {_num_heads(config)} heads, "
