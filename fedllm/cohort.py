@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -149,15 +149,15 @@ class CohortModel:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (self.checkpointing and torch.is_grad_enabled()):
                 return run(*args, **kwargs)
-            wanted, been = self._pass, Counter(self._pass.been)
+            wanted, been = self._pass, self._pass.been.copy()
 
             def again(*args: Any, **kwargs: Any) -> Any:
                 """In the backward pass too, when another pass, or none, is under way."""
-                under_way, self._pass = self._pass, wanted
-                wanted.been = Counter(been)
+                under_way, self._pass = self._pass, replace(wanted, been=been.copy())
                 try:
                     return run(*args, **kwargs)
                 finally:
+                    wanted.been |= self._pass.been
                     self._pass = under_way
 
             # Nothing is drawn from a generator, dropout included: its state need not be kept.

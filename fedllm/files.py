@@ -32,10 +32,16 @@ def write_text(path: Path, text: str) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
+    """`replace_bytes` of a text in UTF-8."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
     """Writes a file aside and renames it, so that it is never half written. RunError where it cannot be written."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write_text(aside, text)
+        aside.write_bytes(data)
+        sync(aside)
         aside.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import same_bits
+from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, save_tiny
 from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fedllm import load_recipe, run_recipe
 from fedllm.assemble import Job, assemble
 from fedllm.cohort import CohortModel
+from fedllm.dropout import row_keys
 from fedllm.errors import UserError
+from fedllm.space import ParameterSpace
 
 
 def job(tiny: Path, name: str, *overrides: str) -> Job:
@@ -58,6 +62,29 @@ def counted(model: nn.Module) -> dict[str, int]:
             runs[name] = 0
             inner.register_forward_hook(lambda *_, name=name: runs.__setitem__(name, runs[name] + 1))
     return runs
+
+
+def test_a_block_that_a_pass_goes_through_twice_drops_as_it_did() -> None:
+    """Its second mask is another one than its first, and each comes again in the backward pass."""
+    config = BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+        hidden_dropout_prob=0.5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    base = BertForSequenceClassification(config)
+    base.bert.encoder.layer[1] = base.bert.encoder.layer[0]
+    model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
+    space = ParameterSpace.of(model)
+    cohort = CohortModel(model.eval(), space)
+    inputs = {"input_ids": torch.arange(24).remainder(20).view(4, 6)}
+    keys = row_keys(0, 0, 0, [0, 1], torch.arange(2).repeat(2, 1))
+    gradients = []
+    for cohort.checkpointing in (False, True):
+        X = space.gather(model).repeat(2, 1).requires_grad_()
+        cohort(X, inputs, keys).square().sum().backward()
+        gradients.append(X.grad)
+    assert gradients[0].abs().sum() > 0
+    assert torch.equal(*gradients)
 
 
 def test_a_run_with_it_is_the_run_without(tiny: Path, tmp_path: Path) -> None:
