@@ -111,17 +111,7 @@ def load_task(settings: Data, local_hub: str | None = None, progress: Progress |
 
     clean = known.clean if known else list
     texts = {role: [clean(table.texts(column)) for column in text] for role, table in tables.items()}
-    declared = known.classes if known else tables["train"].classes.get(label)
-    if declared is None or settings.regression is not None:
-        coding = learn_coding(tables["train"], label, settings.regression)
-    else:
-        coding = Coding(declared, declared=True)
-        for table in tables.values():
-            if (names := table.classes.get(label, declared)) != declared:
-                raise UserError(
-                    f"{table.source}, column '{label}': declares the classes {', '.join(names)}, expected those of the "
-                    f"training split: {', '.join(declared)}"
-                )
+    coding = _coding(settings, known, tables, label)
     splits = {
         role: Split(texts[role], coding.encode(table, label), table.without(*text, label))
         for role, table in tables.items()
@@ -139,6 +129,19 @@ def load_task(settings: Data, local_hub: str | None = None, progress: Progress |
         fingerprint=train.fingerprint(),
         notes=tuple(note for table in tables.values() for note in table.notes),
     )
+
+
+def _coding(settings: Data, known: KnownTask | None, tables: dict[str, Table], label: str) -> Coding:
+    declared = known.classes if known else tables["train"].classes.get(label)
+    if declared is None or settings.regression is not None:
+        return learn_coding(tables["train"], label, settings.regression)
+    for table in tables.values():
+        if (names := table.classes.get(label, declared)) != declared:
+            raise UserError(
+                f"{table.source}, column '{label}': declares the classes {', '.join(names)}, expected "
+                f"{', '.join(declared)}"
+            )
+    return Coding(declared, declared=True)
 
 
 def _check(settings: Data) -> None:

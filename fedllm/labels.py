@@ -11,7 +11,6 @@ from fedllm.errors import UserError
 from fedllm.tables import Table
 
 KEY = "data.label"
-_MISSING = {"NA", "N/A", "NULL", "null"}  # as programs write a number that is not there
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -58,9 +57,6 @@ def learn_coding(table: Table, label: str, regression: bool | None = None) -> Co
     values = table.column(label, KEY)
     where = f"{table.source}, column '{label}'"
     kinds = {type(value) for value in values}
-    if kinds == {str} and (marks := _MISSING.intersection(values)) and all(map(_is_number, {*values} - marks)):
-        row = next(row for row, value in enumerate(values, 1) if value in marks)
-        raise UserError(f"{where}, row {row}: found {values[row - 1]!r} among numbers; fill it in or drop the row")
     numeric = kinds <= {int, float}
     if not numeric and kinds not in ({str}, {bool}):
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -80,14 +76,6 @@ def learn_coding(table: Table, label: str, regression: bool | None = None) -> Co
     if len(values) >= 100 and len(names) > len(values) / 2:
         raise UserError(f"{where}: {len(names)} classes in {len(values)} rows; {KEY} must name a column of classes")
     return Coding(names)
-
-
-def _is_number(value: str) -> bool:
-    try:
-        float(value)
-    except ValueError:
-        return False
-    return True
 
 
 def _class_name(value: Any) -> str:

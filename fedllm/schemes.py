@@ -37,7 +37,8 @@ def partition(
     """The samples of each client: sorted, disjoint int64 indices into `labels` [n].
 
     scheme: dirichlet_classes, dirichlet_clients, iid or shards, each a function below; or by_column, a client for each
-    distinct value of `column` [n], in sorted order. Regression targets are cut into `bins` quantile classes.
+    distinct value of `column` [n], sorted, whole numbers first; 1, 1.0 and "1" are one. Regression targets are cut into
+    `bins` quantile classes.
     min_size: samples that every client must have. A draw that breaks it is repeated up to 20 times; of these draws, the
     one that lacks fewest is then topped up with random samples of the largest clients. by_column is never topped up.
     All draws come from `seed`. Raises UserError naming the argument that is wrong.
@@ -122,23 +123,29 @@ def _by_column(column: Sequence[Any] | None, n: int, clients: int | None, min_si
     if column is None or len(column) != n:
         found = "none" if column is None else f"{len(column)} values"
         raise UserError(f"partition.column: scheme by_column needs a column of {n} values, found {found}")
-    holders: dict[Any, list[int]] = {}
+    holders: dict[str, list[int]] = {}
     for sample, value in enumerate(column):
         if value is None or value != value:
             raise UserError(f"partition.column: row {sample + 1} has no value; every sample must belong to a client")
-        holders.setdefault(value if isinstance(value, int | float) else str(value), []).append(sample)
+        whole = isinstance(value, float) and value.is_integer()
+        holders.setdefault(str(int(value) if whole else value), []).append(sample)
     if clients not in (None, len(holders)):
         raise UserError(
             f"partition.clients={clients}: the column has {len(holders)} distinct values, one client each; "
             f"set partition.clients to null or {len(holders)}"
         )
-    short = [f"{value!r} ({len(samples)})" for value, samples in holders.items() if len(samples) < min_size]
+    short = [f"{name!r} ({len(samples)})" for name, samples in holders.items() if len(samples) < min_size]
     if short:
         raise UserError(
             f"partition.min_size={min_size}: fewer samples for {', '.join(short[:5])}"
             f"{', ...' if len(short) > 5 else ''}; lower it or drop those rows"
         )
-    return [np.array(holders[value]) for value in sorted(holders, key=lambda value: (isinstance(value, str), value))]
+    return [np.array(holders[name]) for name in sorted(holders, key=_numbers_first)]
+
+
+def _numbers_first(name: str) -> tuple[bool, int, str]:
+    whole = name.removeprefix("-").isdecimal()
+    return not whole, int(name) if whole else 0, name
 
 
 def iid(n: int, clients: int, rng: np.random.Generator) -> np.ndarray:

@@ -17,6 +17,7 @@ from fedllm.errors import UserError
 from fedllm.settings import nearest
 
 Columns = dict[str, list[Any]]
+_MISSING = {"NA", "N/A", "NULL", "null"}  # as programs write a number that is not there
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ class Table:
 def read_table(path: Path, text: Sequence[str] = (), label: str = "") -> Table:
     """A .csv, .tsv, .json, .jsonl or .parquet file, or a folder with one folder of .txt files per class.
 
-    CSV: UTF-8, a header line, then rows; an unquoted empty cell is missing; a column whose every cell is a number holds
-    numbers, unless `text` names it or they look like ids: a cell begins with a needless zero (007), or not all are
-    whole (1.10) and it is not the `label`. JSON: one object a line, or one list of objects.
+    CSV: UTF-8, a header line, then rows; an unquoted empty cell is missing, and so is NA among numbers; a column whose
+    every cell is a number holds numbers, unless `text` names it or they look like ids: a cell begins with a needless
+    zero (007), or not all are whole (1.10) and it is not the `label`. JSON: one object a line, or one list of objects.
     Raises UserError for another kind of file, one that does not parse, and one without rows.
     """
     if path.is_dir():
@@ -117,6 +118,9 @@ def _read_csv(path: Path, text: Sequence[str], label: str) -> Columns:
     if path.suffix.lower() == ".tsv":
         _require_closed_quotes(table)
     columns, numbers = _columns(table), _numeric(table)
+    for name, values in columns.items():
+        if name not in text and not _MISSING.isdisjoint(values) and all(map(_is_number, {*values} - _MISSING)):
+            columns[name] = [None if value in _MISSING else value for value in values]
     if not numbers:
         return columns
     written = _parse_csv(content, path, numbers)
@@ -157,6 +161,14 @@ def _require_closed_quotes(table: pa.Table) -> None:
 def _numeric(table: pa.Table) -> list[str]:
     kinds = zip(table.column_names, table.schema.types, strict=True)
     return [name for name, kind in kinds if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
+
+
+def _is_number(written: Any) -> bool:
+    try:
+        float(written)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _has_needless_zero(written: pa.ChunkedArray) -> bool:

@@ -169,7 +169,7 @@ def test_splits_may_be_of_different_formats(tmp_path):
         ("t.csv", "text,label\n" + "".join(f"t,l{i}\n" for i in range(100)), ["'label'", "100 classes in 100 rows"]),
         ("t.csv", b"text,label\n\xff\xfe,b\n", ["t.csv", "not UTF-8 text (byte 11); save it as UTF-8"]),
         ("t.csv", 'text,label\na,b\nc,""\n', ["t.csv", "'label', row 2: found ''", "a class's name"]),
-        ("t.csv", "text,label\na,1\nb,NA\nc,0\n", ["'label', row 2", "found 'NA' among numbers"]),
+        ("t.csv", "text,label\na,1\nb,NA\nc,0\n", ["row 2", "'label'", "missing"]),
         ("t.csv", "text,label\na,0.5\nc,1e39\n", ["row 2", "found 1e+39", "float32's largest"]),
         (
             "t.jsonl",
@@ -209,6 +209,12 @@ def test_ids_keep_their_zeros(tmp_path):
     assert coded.label_names == ("001", "1")
     plain = task_of(tmp_path / "t.csv", [(f"t{row}", 0.5 + row, 0.25) for row in range(4)], ("text", "label", "site"))
     assert (plain.regression, set(plain.train.columns["site"])) == (True, {"0.25"})
+
+
+def test_na_is_a_value_among_words_and_missing_among_numbers(tmp_path):
+    rows = [(f"t{row}", row % 2, mark, place) for row, (mark, place) in enumerate([("7", "NA"), ("NA", "DE")] * 5)]
+    columns = task_of(tmp_path / "t.csv", rows, ("text", "label", "site", "country"), holdout=0.2).train.columns
+    assert (set(columns["site"]), set(columns["country"])) == ({"7", None}, {"NA", "DE"})
 
 
 def test_ids_that_are_equal_as_numbers_stay_apart(tmp_path):

@@ -152,6 +152,8 @@ def test_by_column_is_one_client_a_value():
     parts = partition(np.zeros(5), scheme="by_column", clients=None, column=column)
     assert [samples.tolist() for samples in parts] == [[1, 4], [0, 2], [3]]
     assert sizes(partition(np.zeros(5), scheme="by_column", clients=3, column=[10, 9, 9, 9, 100])) == [3, 1, 1]
+    mixed = partition(np.zeros(6), scheme="by_column", clients=None, column=["x", 10, "9", 9.0, "10", 9])
+    assert [samples.tolist() for samples in mixed] == [[2, 3, 5], [1, 4], [0]]
 
 
 def test_top_up_takes_from_the_largest():
