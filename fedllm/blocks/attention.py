@@ -166,7 +166,8 @@ def _head_counts(modules: dict[str, nn.Module], path: str, query: str, parts: in
     `query`, of which the queries are one."""
     config = next((c for c in _configs(modules, path) if getattr(c, "num_attention_heads", None)), None)
     if config is None or not _num_heads(config):
-        if counted := _own_heads(modules, path, query, parts):  # the config has one count a stage, or there is no config
+        # The config has one count a stage, or there is no config.
+        if counted := _own_heads(modules, path, query, parts):
             return counted
         raise RoleError(
             f"{path or type(modules[path]).__name__} is laid out as attention, but no enclosing module has a config "
