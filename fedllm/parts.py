@@ -64,6 +64,9 @@ def split_fused(model: nn.Module, name: str) -> list[Attention]:
             layer = model.get_submodule(attention.query)
             if not isinstance(layer, Conv1D):
                 kind = type(layer).__name__
-                raise UserError(f"model '{name}': {attention.query} is a fused {kind}, which LoRA cannot take apart")
+                raise UserError(
+                    f"model '{name}': {attention.query} is a fused {kind}, and only GPT-2's can be taken apart "
+                    f"for query and value alone; lora.targets=[output] adapts the output projection"
+                )
             model.set_submodule(attention.query, SplitQKV(layer))
     return attentions(model, name)

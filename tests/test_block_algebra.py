@@ -11,6 +11,7 @@ from torch.nn.utils import parameters_to_vector
 from transformers.pytorch_utils import Conv1D
 
 from fedllm.blocks import BlockPartition, partition
+from fedllm.blocks.layout import Run, Tile
 
 SCHEMES = st.sampled_from(["hessian", "tensor", "elementwise", "none"])
 BATCHES = st.sampled_from([(), (3,), (2, 0), (2, 2)])
@@ -108,6 +109,11 @@ def test_merging_keeps_the_roles_of_a_fused_weight_apart() -> None:
     assert fused == ["query heads 0-1", "key heads 0-1", "value rows 0-7"]
     assert bp.sizes[:3].tolist() == [64, 64, 64]
     assert partition(model, min_block_size=65).names[0] == "in_proj_weight"
+
+
+def test_merging_keeps_the_numbers_of_a_run_that_begins_later() -> None:
+    rows = Tile("w", "linear", (Run("row", 4, 10), Run("row", 5, 10, first=4))).merged(20)
+    assert BlockPartition((rows,)).names == ["w rows 0-1", "w rows 2-3", "w rows 4-5", "w rows 6-8"]
 
 
 def test_without_a_model() -> None:

@@ -71,6 +71,34 @@ def test_fused_projection_under_lora() -> None:
     check_block(bp, fused, (96, 4), 95, f"{name} value row 31")
 
 
+def test_fused_linear_projections_under_lora() -> None:
+    """Phi-3's with grouped queries; GPT-NeoX's head by head."""
+    phi = tf.AutoModel.from_config(tf.Phi3Config(**SMALL, num_key_value_heads=2, intermediate_size=48, pad_token_id=0))
+    bp = partition(lora(phi, ["qkv_proj"]))
+    assert bp.num_blocks == 2 * (4 + 4 + 2 + 16)
+    name = "layers.0.self_attn.qkv_proj.lora_B"
+    check_block(bp, f"{name}.default.weight", (64, 4), slice(32, 40), f"{name} key head 0")
+    check_block(bp, f"{name}.default.weight", (64, 4), 63, f"{name} value row 15")
+    bp = partition(lora(tf.AutoModel.from_config(tf.GPTNeoXConfig(**SMALL, intermediate_size=48)), ["query_key_value"]))
+    assert bp.num_blocks == 2 * (4 + 4 + 4 + 32)
+    name = "layers.1.attention.query_key_value.lora_B"
+    check_block(bp, f"{name}.default.weight", (96, 4), slice(24, 32), f"{name} query head 1")
+    check_block(bp, f"{name}.default.weight", (96, 4), slice(80, 88), f"{name} key head 3")
+    check_block(bp, f"{name}.default.weight", (96, 4), 47, f"{name} value row 15")
+
+
+class OwnFused(nn.Module):
+    """A fused attention of our own that keeps its number of heads itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.Wqkv, self.Wo = 2, nn.Linear(8, 24, bias=False), nn.Linear(8, 8, bias=False)
+
+
+def test_fused_projection_with_a_head_count_of_its_own() -> None:
+    assert partition(OwnFused()).num_blocks == (2 + 2 + 8) + 8
+
+
 def test_fused_projection_taken_apart() -> None:
     model = build("gpt2")
     before = partition(model).num_blocks
@@ -294,6 +322,7 @@ def with_child(model: Any, path: str, child: nn.Module) -> Any:
 
 BART = tf.BartConfig(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
                      decoder_attention_heads=8, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=32)  # fmt: skip
+CTRL = tf.CTRLConfig(vocab_size=32, n_embd=32, dff=48, n_layer=2, n_head=4, pad_token_id=0)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "head_dim": (lambda: changed(build("llama"), head_dim=4), "q_proj.weight has 32 outputs, expected 16"),
     "kv heads": (lambda: changed(build("llama"), num_key_value_heads=4), "k_proj.weight has 16 outputs, expected 32"),
@@ -316,14 +345,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "o_proj.weight has 16 inputs, expected 32",
     ),
     "unknown layout": (
-        lambda: tf.AutoModel.from_config(tf.GPTNeoXConfig(**SMALL, intermediate_size=48)),
-        "GPTNeoXModel: its GPTNeoXConfig has 4 heads.*BERT.*DistilBERT",
+        lambda: tf.AutoModel.from_config(CTRL),
+        "CTRLModel: its CTRLConfig has 4 heads.*BERT.*DistilBERT",
     ),
     "unknown beside known": (
-        lambda: nn.ModuleDict(
-            {"text": build("bert"), "other": tf.AutoModel.from_config(tf.GPTNeoXConfig(**SMALL, intermediate_size=48))}
-        ),
-        r"GPTNeoXModel \(at other\)",
+        lambda: nn.ModuleDict({"text": build("bert"), "other": tf.AutoModel.from_config(CTRL)}),
+        r"CTRLModel \(at other\)",
     ),
 }
 
@@ -346,18 +373,12 @@ def test_attention_that_cannot_be_told(case: str) -> None:
 
 
 STRANGE: dict[str, Callable[[], nn.Module]] = {
-    "modernbert": lambda: tf.ModernBertForSequenceClassification(
-        tf.ModernBertConfig(**SMALL, intermediate_size=48, pad_token_id=0, eos_token_id=1, bos_token_id=2,
-                            cls_token_id=3, sep_token_id=4)
-    ),
-    "gptneox": lambda: tf.GPTNeoXForSequenceClassification(
-        tf.GPTNeoXConfig(**SMALL, intermediate_size=48, pad_token_id=0)
-    ),
+    "ctrl": lambda: tf.CTRLForSequenceClassification(CTRL),
     "deberta": lambda: tf.DebertaForSequenceClassification(tf.DebertaConfig(**SMALL, intermediate_size=48)),
-}  # fmt: skip
-HEADS = {"modernbert": "classifier", "gptneox": "score", "deberta": "classifier"}
-MLPS = {"modernbert": ["Wi"], "gptneox": ["dense_h_to_4h"], "deberta": ["intermediate.dense"]}
-QUERIES = {"modernbert": ["Wqkv"], "gptneox": ["query_key_value"], "deberta": ["in_proj"]}
+}
+HEADS = {"ctrl": "classifier", "deberta": "classifier"}
+MLPS = {"ctrl": ["ffn.0"], "deberta": ["intermediate.dense"]}
+QUERIES = {"ctrl": ["Wq"], "deberta": ["in_proj"]}
 
 
 @pytest.mark.parametrize("unknown", ["error", "tensor"])

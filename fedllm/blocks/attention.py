@@ -17,10 +17,17 @@ LAYOUTS = {
     "DistilBERT": ("q_lin", "k_lin", "v_lin", "out_lin"),
     "Llama, Mistral, Qwen, Gemma": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "OPT, BART": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "Phi": ("q_proj", "k_proj", "v_proj", "dense"),
+    "ModernBERT's decoder": ("q_proj", "k_proj", "v_proj", "Wo"),
     "T5": ("q", "k", "v", "o"),
     "GPT-2, unfused": ("c_attn.query", "c_attn.key", "c_attn.value", "c_proj"),
     "GPT-2": ("c_attn", "c_attn", "c_attn", "c_proj"),
+    "Phi-3": ("qkv_proj", "qkv_proj", "qkv_proj", "o_proj"),
+    "ModernBERT": ("Wqkv", "Wqkv", "Wqkv", "Wo"),
+    "MPT": ("Wqkv", "Wqkv", "Wqkv", "out_proj"),
+    "GPT-NeoX, BLOOM": ("query_key_value", "query_key_value", "query_key_value", "dense"),
 }
+_BY_HEAD = "query_key_value"
 _KNOWN = "; ".join([*LAYOUTS, "torch.nn.MultiheadAttention"])
 _CONV1D = "Conv1D"
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
@@ -37,6 +44,7 @@ class Attention:
     name: the module that holds the four projections.
     fused: query, key and value are one layer with (num_heads + 2 num_kv_heads) * head_dim outputs in this order; the
         three paths are equal (GPT-2's c_attn; a torch.nn.MultiheadAttention, whose own path it is).
+    by_head: fused head by head: first the query, key and value of head 0, then those of head 1 (GPT-NeoX).
     num_kv_heads: heads of key and value; fewer than num_heads under grouped-query attention.
     """
 
@@ -49,6 +57,7 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    by_head: bool = False
 
 
 def find_attention(model: nn.Module) -> list[Attention]:
@@ -123,18 +132,18 @@ def _matching_layout(modules: dict[str, nn.Module], path: str) -> list[str] | No
 
 def _attention(modules: dict[str, nn.Module], path: str, layout: list[str]) -> Attention:
     query, key, value, output = layout
-    fused = query == key
-    heads, kv_heads, head_dim = _head_counts(modules, path, query)
+    fused, child = query == key, query.rpartition(".")[-1]
+    heads, kv_heads, head_dim = _head_counts(modules, path, query, 3 if fused else 1)
     inner, kv_inner = heads * head_dim, kv_heads * head_dim
     layer = unwrap(modules[query])
-    if fused and not _stems_from_conv1d(layer):
+    if child == "c_attn" and not _stems_from_conv1d(layer):
         kind = type(layer).__name__
         raise RoleError(f"{query} is a {kind}; the order of query, key and value is known only in GPT-2's {_CONV1D}")
     outputs = {query: inner + 2 * kv_inner} if fused else {query: inner, key: kv_inner, value: kv_inner}
     for projection, expected in outputs.items():
         _check(modules, projection, "outputs", expected, f"{heads} heads, {kv_heads} key-value heads of {head_dim}")
     _check(modules, output, "inputs", inner, f"{heads} heads of {head_dim}")
-    return Attention(path, query, key, value, output, fused, heads, kv_heads, head_dim)
+    return Attention(path, query, key, value, output, fused, heads, kv_heads, head_dim, child == _BY_HEAD)
 
 
 def _multihead(owner: str, path: str, module: nn.MultiheadAttention) -> Attention:
@@ -152,11 +161,13 @@ def _check(modules: dict[str, nn.Module], path: str, side: str, expected: int, r
         raise RoleError(f"{path}.weight has {found} {side}, expected {expected} from the config ({reason})")
 
 
-def _head_counts(modules: dict[str, nn.Module], path: str, query: str) -> tuple[int, int, int]:
-    """num_heads, num_kv_heads and head_dim from the nearest enclosing config that names heads."""
+def _head_counts(modules: dict[str, nn.Module], path: str, query: str, parts: int) -> tuple[int, int, int]:
+    """num_heads, num_kv_heads and head_dim from the nearest enclosing config that names heads. parts: of the outputs at
+    `query`, of which the queries are one."""
     config = next((c for c in _configs(modules, path) if getattr(c, "num_attention_heads", None)), None)
     if config is None or not _num_heads(config):
-        if counted := _own_heads(modules, path, query):  # the config has one count a stage, or there is no config
+        # The config has one count a stage, or there is no config.
+        if counted := _own_heads(modules, path, query, parts):
             return counted
         raise RoleError(
             f"{path or type(modules[path]).__name__} is laid out as attention, but no enclosing module has a config "
@@ -179,14 +190,14 @@ def _head_counts(modules: dict[str, nn.Module], path: str, query: str) -> tuple[
     return heads, kv_heads, head_dim
 
 
-def _own_heads(modules: dict[str, nn.Module], path: str, query: str) -> tuple[int, int, int] | None:
+def _own_heads(modules: dict[str, nn.Module], path: str, query: str, parts: int) -> tuple[int, int, int] | None:
     """The same from the attention's own attributes, if it keeps a count of heads that divides its queries."""
     sizes = features(modules[query])
     for holder in _holders(path, query):
         for attribute in _HEAD_COUNTS:
             heads = getattr(modules[holder], attribute, None)
-            if isinstance(heads, int) and sizes is not None and heads > 0 and sizes[1] % heads == 0:
-                return heads, heads, sizes[1] // heads
+            if isinstance(heads, int) and sizes is not None and heads > 0 and sizes[1] % (parts * heads) == 0:
+                return heads, heads, sizes[1] // (parts * heads)
     return None
 
 

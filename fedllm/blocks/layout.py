@@ -77,9 +77,9 @@ class Tile:
         groups, left = divmod(run.count, members)
         alike = groups if left == 0 else groups - 1
         if alike:
-            yield Run(run.label, alike, members * run.width, 0, members)
+            yield Run(run.label, alike, members * run.width, run.first, members)
         if left:
-            yield Run(run.label, 1, (members + left) * run.width, alike * members, members + left)
+            yield Run(run.label, 1, (members + left) * run.width, run.first + alike * members, members + left)
 
 
 def whole(name: str, role: str, dim: int) -> Tile:

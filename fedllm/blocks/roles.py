@@ -124,8 +124,20 @@ def _neurons(role: str, attention: Attention | None, count: int) -> tuple[Run, .
     key = Run("head", attention.num_kv_heads, attention.head_dim)
     if role != FUSED:
         return (query,) if role == "query" else (key,)
+    query, key = replace(query, label="query head"), replace(key, label="key head")
     value = Run("value row", attention.num_kv_heads * attention.head_dim, 1)
-    return replace(query, label="query head"), replace(key, label="key head"), value
+    if not attention.by_head:
+        return query, key, value
+    width = attention.head_dim
+    return tuple(
+        part
+        for head in range(attention.num_heads)
+        for part in (
+            replace(query, count=1, first=head),
+            replace(key, count=1, first=head),
+            replace(value, count=width, first=head * width),
+        )
+    )
 
 
 def _tile(name: str, role: str, neurons: tuple[Run, ...], shape: torch.Size, transposed: bool = False) -> Tile:
