@@ -31,20 +31,38 @@ def alone(folder: Path, *, wait: bool = False) -> Iterator[None]:
     `wait` is false. On a file system without locks every process is alone.
     """
     absent = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    while True:
+        with _opened(folder) as descriptor:
+            _hold(descriptor, folder, wait)
+            if not _is(descriptor, folder):
+                continue  # who held it has removed it again
+            try:
+                yield
+            finally:
+                for path in absent:
+                    with contextlib.suppress(OSError):
+                        path.rmdir()
+            return
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"run.dir={folder}: cannot be made: {error}") from error
     try:
-        with contextlib.suppress(OSError):
-            _hold(descriptor, folder, wait)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
-        for path in absent:
-            with contextlib.suppress(OSError):
-                path.rmdir()
+
+
+def _is(descriptor: int, folder: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _hold(descriptor: int, folder: Path, wait: bool) -> None:
@@ -55,6 +73,8 @@ def _hold(descriptor: int, folder: Path, wait: bool) -> None:
             raise BusyError(folder) from None
         say(f"{folder}: another process is at work on it; waiting", "dim")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        pass  # a file system without locks
 
 
 def in_turn(todo: Iterable[T], work: Callable[[T, bool], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ def test_a_folder_is_held_by_one(tmp_path: Path) -> None:
     with alone(folder):
         with pytest.raises(BusyError, match="another process is at work on this run; wait for it"), alone(folder):
             pass
-        assert folder.is_dir()
+        assert folder.is_dir(), "still empty, but not the other one's to remove"
         with alone(tmp_path / "runs" / "two"):
             pass
     assert not (tmp_path / "runs").exists(), "made for nothing, and removed"
@@ -43,6 +44,26 @@ def test_waiting_ends_when_the_other_one_does(tmp_path: Path) -> None:
         order.append("second")
     thread.join()
     assert order == ["first", "second"]
+
+
+def test_who_waited_for_a_folder_that_was_removed_makes_it_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    held = threading.Event()
+
+    def first() -> None:
+        with alone(folder):
+            held.set()
+            time.sleep(0.2)  # nothing comes into it
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    held.wait(10)
+    with alone(folder, wait=True):
+        (folder / "recipe.yaml").touch()
+        with pytest.raises(BusyError), alone(folder):
+            pass
+    thread.join()
+    assert (folder / "recipe.yaml").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_a_users_mistake(tmp_path: Path) -> None:
