@@ -187,7 +187,7 @@ def test_a_poisoned_client_is_rejected_by_name_and_the_round_goes_on(
     assert result.result["rejected"] == 4
     assert all(bool(torch.isfinite(value).all()) for value in adapter(result.folder).values())
     assert "client 2 rejected" in capsys.readouterr().out
-    with pytest.raises(RunError, match=r"7 accepted uploads, federation.min_clients asks for 8"):
+    with pytest.raises(RunError, match=r"7 accepted uploads, min_clients asks for 8"):
         run_recipe(
             tiny / "recipe.yaml",
             ["federation.clients_per_round=8", "federation.min_clients=8"],
@@ -356,6 +356,18 @@ def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path, change
     with pytest.raises(UserError, match=r"the run began with another training split .* put the data back"):
         run_recipe(tiny / "recipe.yaml", words, folder)
     assert (folder / "partition.json").read_bytes() == before
+
+
+def test_partition_json_tells_which_site_a_client_is(tiny: Path, tmp_path: Path) -> None:
+    head, *rows = (tiny / "train.csv").read_text().splitlines()
+    sites = ["north", "east", "south", "east"]
+    named = [f"{row},{sites[place % 4]}" for place, row in enumerate(rows)]
+    (tmp_path / "train.csv").write_text("\n".join([f"{head},site", *named]))
+    words = ["partition={scheme: by_column, column: site}", "federation={rounds: 1, clients_per_round: 2}"]
+    run = run_recipe(tiny / "recipe.yaml", [f"data.train={tmp_path / 'train.csv'}", *words], tmp_path / "run")
+    found = json.loads((run.folder / "partition.json").read_text())
+    assert (found["names"], found["sizes"]) == (["east", "north", "south"], [60, 30, 30])
+    assert load_run(run.folder).clients is not None
 
 
 def test_a_run_does_not_go_on_with_other_classes(tiny: Path, tmp_path: Path) -> None:
