@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import os
@@ -359,14 +360,13 @@ def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path, change
 
 
 def test_partition_json_tells_which_site_a_client_is(tiny: Path, tmp_path: Path) -> None:
-    head, *rows = (tiny / "train.csv").read_text().splitlines()
-    sites = ["north", "east", "south", "east"]
-    named = [f"{row},{sites[place % 4]}" for place, row in enumerate(rows)]
-    (tmp_path / "train.csv").write_text("\n".join([f"{head},site", *named]))
     words = ["partition={scheme: by_column, column: site}", "federation={rounds: 1, clients_per_round: 2}"]
-    run = run_recipe(tiny / "recipe.yaml", [f"data.train={tmp_path / 'train.csv'}", *words], tmp_path / "run")
+    run = run_recipe(tiny / "recipe.yaml", words, tmp_path / "run")
     found = json.loads((run.folder / "partition.json").read_text())
-    assert (found["names"], found["sizes"]) == (["east", "north", "south"], [60, 30, 30])
+    with (tiny / "train.csv").open(newline="") as file:
+        sites = [row["site"] for row in csv.DictReader(file)]
+    assert found["names"] == sorted(set(sites))
+    assert found["sizes"] == [sites.count(name) for name in found["names"]]
     assert load_run(run.folder).clients is not None
 
 
