@@ -360,7 +360,10 @@ def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path, change
 
 
 def test_partition_json_tells_which_site_a_client_is(tiny: Path, tmp_path: Path) -> None:
-    words = ["partition={scheme: by_column, column: site}", "federation={rounds: 1, clients_per_round: 2}"]
+    words = [
+        "partition={scheme: by_column, column: site, clients: null}",
+        "federation={rounds: 1, clients_per_round: 2}",
+    ]
     run = run_recipe(tiny / "recipe.yaml", words, tmp_path / "run")
     found = json.loads((run.folder / "partition.json").read_text())
     with (tiny / "train.csv").open(newline="") as file:
