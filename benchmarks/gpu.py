@@ -33,7 +33,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto import CONFIG_MAPPING
 
-from fedllm.state import replace_text
+from fedllm.files import replace_text
 
 HERE = Path(__file__).resolve().parent
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]

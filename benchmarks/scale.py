@@ -122,16 +122,17 @@ def sampled_point(value: str) -> dict[str, Any]:
     """Seconds a sampled client with batches of `value`, and peak memory, for each of SAMPLED."""
     from fedllm.rounds import blank
 
-    with tempfile.TemporaryDirectory() as folder:
-        job = _job(Path(folder), max(SAMPLED), max(SAMPLED), 8, int(value))
-    federation = blank(job.algorithm, job.problem, job.info)
-    _rounds(job, federation, 1, 3)  # warm-up
-    seconds: dict[int, list[float]] = {size: [] for size in SAMPLED}
-    peak = {}
-    for _ in range(REPEATS):
-        for size in SAMPLED:
-            seconds[size].append(_rounds(job, federation, size, max(1, CLIENTS // size)) / size)
-            peak.setdefault(size, _peak())  # sizes rise, so the first pass has each one's own peak
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = _job(folder, max(SAMPLED), max(SAMPLED), 8, int(value))
+        federation = blank(job.algorithm, job.problem, job.info, folder=folder)
+        _rounds(job, federation, 1, 3)  # warm-up
+        seconds: dict[int, list[float]] = {size: [] for size in SAMPLED}
+        peak = {}
+        for _ in range(REPEATS):
+            for size in SAMPLED:
+                seconds[size].append(_rounds(job, federation, size, max(1, CLIENTS // size)) / size)
+                peak.setdefault(size, _peak())  # sizes rise, so the first pass has each one's own peak
     return {
         "cohort": job.cohort,
         "dim": job.problem.dim,
@@ -147,16 +148,18 @@ def federation_point(value: str) -> dict[str, Any]:
     from fedllm.state import Checkpoints
 
     clients = int(value)
-    with tempfile.TemporaryDirectory() as folder:
-        job = _job(Path(folder), clients, 10, rank=1)
-        federation = blank(job.algorithm, job.problem, job.info)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = _job(folder, clients, 10, rank=1)
+        (folder / "clients").mkdir()
+        federation = blank(job.algorithm, job.problem, job.info, folder=folder / "clients")
         _rounds(job, federation, 10, 1)  # warm-up
         before = _peak()
         for client in range(clients):
             federation.clients.put([client], job.algorithm.init_clients(federation.x[None].cpu(), job.info))
         seconds = [_rounds(job, federation, 10, 1) for _ in range(5)]
         after = _peak()
-        checkpoints = Checkpoints(Path(folder) / "checkpoints", print)
+        checkpoints = Checkpoints(folder / "checkpoints", print)
         whole = _wall(lambda: checkpoints.save(federation, [], {}))
         _rounds(job, federation, 10, 1)
         changed = _wall(lambda: checkpoints.save(federation, [], {}))
@@ -165,7 +168,7 @@ def federation_point(value: str) -> dict[str, Any]:
         "seconds_a_round": seconds,
         "peak_bytes": after,
         "peak_bytes_without_state": before,
-        "state_bytes": 4 * stored_values(job.algorithm, job.info, job.problem.dim) * clients,
+        "state_bytes": 4 * stored_values(job.algorithm, job.info, job.problem.dim) * clients,  # on the disk
         "checkpoint_wall_seconds": {"all clients changed": whole, "ten clients changed": changed},
     }
 

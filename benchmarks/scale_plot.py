@@ -33,7 +33,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _cost(axes: Axes, found: dict[str, Any]) -> None:
-    for name, batch, marker, place in (("sampled", 2, "o-", (5, 3)), ("sampled, larger batch", 16, "^-", (12, -52))):
+    for name, batch, marker, place in (("sampled", 2, "o-", (5, 3)), ("sampled, larger batch", 16, "^-", (14, -60))):
         sampled = {int(size): 1e3 * statistics.median(v) for size, v in found[name]["seconds_a_client"].items()}
         axes.plot(list(sampled), list(sampled.values()), marker, color=_BLUE)
         axes.annotate(f"of S sampled, N = 1000,\nbatches of {batch}", (1, sampled[1]), place, **_beside(_BLUE))
@@ -52,16 +52,13 @@ def _beside(colour: str) -> dict[str, Any]:
 
 def _memory(axes: Axes, found: dict[str, Any]) -> None:
     points = found["federation"]
-    first, last = points[0], points[-1]
-    bare, of_a_client = first["peak_bytes"] - first["state_bytes"], first["state_bytes"] / first["clients"]
-    clients = [10 ** (1 + step / 20) for step in range(61)]
-    axes.plot(clients, [(bare + of_a_client * n) / 2**30 for n in clients], color=_GREY, linewidth=1.0)
-    axes.plot(
-        [point["clients"] for point in points], [point["peak_bytes"] / 2**30 for point in points], "s", color=_RED
-    )
-    axes.annotate("line: that of 10 clients\n+ state as computed", (10, 1.0), (0, 0), **_beside(_GREY))
-    axes.annotate("measured", (last["clients"], last["peak_bytes"] / 2**30), (-7, -2), ha="right", **_beside(_RED))
-    axes.set(xscale="log", ylim=(0, None), xlabel="clients of the federation, all trained", title="Peak memory, GiB")
+    clients = [point["clients"] for point in points]
+    memory, files = ([point[key] / 2**30 for point in points] for key in ("peak_bytes", "state_bytes"))
+    axes.plot(clients, memory, "s-", color=_RED)
+    axes.plot(clients, files, "--", color=_GREY)
+    axes.annotate("peak memory, measured", (clients[0], memory[0]), (0, 5), **_beside(_RED))
+    axes.annotate("their files", (clients[-1], files[-1]), (-20, -6), ha="right", **_beside(_GREY))
+    axes.set(xscale="log", ylim=(0, None), xlabel="clients of the federation, all trained", title="Memory, GiB")
 
 
 def _startup(axes: Axes, found: dict[str, Any]) -> None:

@@ -59,6 +59,10 @@ class Base:
             return self.layers * (tokens * per_token + 2 * cohort * self.adapter(rank))
         return self.layers * tokens * 4 * (5 * h + 2 * kv + 3 * i + 2 * rank + self.heads + 2)
 
+    def inputs(self, tokens: int, bfloat16: bool) -> int:
+        """Bytes that the forward of all layers keeps with gradient checkpointing."""
+        return self.layers * tokens * self.hidden * (2 if bfloat16 else 4)
+
     def working(self, tokens: int, bfloat16: bool) -> int:
         """Bytes of the gradients in the one feed-forward block whose backward is under way."""
         return tokens * 3 * self.intermediate * (2 if bfloat16 else 4)
@@ -89,16 +93,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine around the GPUs. messages: bytes a second that rank 0 packs and sends, or receives and unpacks, with
-    one process after the other. Here, with one core as both ends, it was 0.26e9 for 100 MB."""
+    """The machine around the GPUs. messages: bytes a second that rank 0 sends or receives, with one process after the
+    other. files: bytes a second of clients' vectors that a process both reads and writes, with digests, where
+    the system's file cache holds them. Here, on one core, they were 1.04e9 and 0.33e9 for 100 MB."""
 
-    messages: float = 0.4e9
+    messages: float = 1e9
+    files: float = 0.33e9
 
 
 @dataclass(frozen=True)
 class Work:
     """A federation: N clients, S a round, K steps of `batch` samples of `length` tokens, adapters of `rank`, `slices`
-    a batch, `cohort` clients at once on each of `gpus`."""
+    a batch, `cohort` clients at once on each of `gpus`, with gradient `checkpointing` or without."""
 
     base: Base
     algorithm: str = "fadamgc"
@@ -111,6 +117,7 @@ class Work:
     gpus: int = 8
     cohort: int = 1
     slices: int = 1
+    checkpointing: bool = False
     weight_bytes: float = 2.0  # of a frozen value; 4-bit nf4 with its scales: 0.5625
 
     @property
@@ -133,11 +140,13 @@ class Work:
         """What a GPU holds at its fullest: frozen weights, rows of the cohort, activations of one slice."""
         tokens = self.cohort * self.batch * self.length // self.slices
         vectors = row_vectors(self.rule)
+        kept = self.base.saved(tokens, self.rank, self.cohort, bfloat16=True)
+        if self.checkpointing:  # of one layer, beside the inputs of all
+            kept = self.base.inputs(tokens, bfloat16=True) + kept // self.base.layers
         return {
             "base": self.base.frozen * self.weight_bytes,
             "rows": 4 * self.dim * self.cohort * max(vectors.values()),
-            "activations": self.base.saved(tokens, self.rank, self.cohort, bfloat16=True)
-            + self.base.working(tokens, bfloat16=True),
+            "activations": kept + self.base.working(tokens, bfloat16=True),
         }
 
     def largest_cohort(self, gpu: Gpu) -> int:
@@ -146,27 +155,28 @@ class Work:
         room = 0.9 * gpu.memory - one["base"]
         return int(room / ((one["rows"] + one["activations"]) / self.cohort))
 
-    def host_bytes(self) -> dict[str, float]:
-        """What rank 0 holds once every client has been trained: state of N, and of S twice as a round ends."""
-        return {"state of all clients": self.clients * self.state, "of a round": 2 * self.sampled * self.state}
+    @property
+    def disk(self) -> int:
+        """Bytes of all clients' files once every one has been trained; a checkpoint's are the same files."""
+        return self.clients * self.state
 
     def messages(self) -> float:
-        """Bytes between rank 0 and the others in a round: x and the server's vectors down and each client's state both
-        ways, and the sums up (float64: uploads, tracked ones, and two to four of the drift)."""
+        """Bytes between rank 0 and the others, on one machine, in a round: x and the server's vectors down, and the
+        sums up (float64: uploads, tracked ones, and two to four of the drift)."""
         alg, others = self.rule, self.gpus - 1
         down = 4 * self.dim * (1 + _long(alg.server_vectors()))
         up = 8 * self.dim * (_long(alg.uploads()) + _long(alg.tracked_uploads()) + (4 if alg.moment else 2))
-        return others * (down + up) + 2 * self.state * self.sampled * others / self.gpus
+        return float(others * (down + up))
 
     def seconds(self, gpu: Gpu, host: Host) -> dict[str, float]:
         """Seconds of a round by what they go to. arithmetic: of the algorithm, each row vector read and written twice a
-        step. state: between host and GPU."""
+        step. state: of its clients, between file and GPU."""
         mine = -(-self.sampled // self.gpus)
         tokens = mine * self.steps * self.batch * self.length
         vectors = row_vectors(self.rule)["step"]
         return {
             "model": tokens * self.base.operations(self.length, self.rank) / (gpu.operations * gpu.efficiency),
             "arithmetic": mine * self.steps * 4 * vectors * 4 * self.dim / gpu.bandwidth,
-            "state": 2 * mine * self.state / gpu.link,
+            "state": mine * self.state * (1 / host.files + 2 / gpu.link),
             "messages": self.messages() / host.messages,
         }

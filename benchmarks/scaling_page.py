@@ -40,7 +40,7 @@ def gpu_table() -> str:
         for name, weight_bytes in (("bfloat16", 2.0), ("4 bit", 0.5625)):
             work = Work(base, weight_bytes=weight_bytes)
             parts = work.gpu_bytes()
-            sliced = replace(work, slices=4)
+            sliced, checkpointed = replace(work, slices=4), replace(work, checkpointing=True)
             rows.append(
                 [
                     f"{base.name}, {name}",
@@ -48,20 +48,20 @@ def gpu_table() -> str:
                     *(f"{value / GIB:.1f}" for value in parts.values()),
                     f"{work.largest_cohort(Gpu())}",
                     f"{sliced.largest_cohort(Gpu())}",
+                    f"{checkpointed.largest_cohort(Gpu())}",
                     f"{work.largest_cohort(Gpu(memory=141e9))}",
                 ]
             )
     heads = ["base", "d, millions", "base GiB", "rows GiB a client", "activations GiB a client"]
-    return table([*heads, "clients that fit 80 GB", "in 4 slices", "clients that fit 141 GB"], rows)
+    return table([*heads, "clients that fit 80 GB", "in 4 slices", "checkpointed", "clients that fit 141 GB"], rows)
 
 
 def round_table() -> str:
-    """Seconds of a round, and memory of the host, by algorithm."""
+    """Seconds of a round, and files of the clients, by algorithm."""
     rows = []
     for algorithm in ALGORITHMS:
         work = Work(LLAMA_7B, algorithm)
         seconds = work.seconds(Gpu(), Host())
-        state = work.host_bytes()["state of all clients"]
         rows.append(
             [
                 algorithm,
@@ -69,11 +69,11 @@ def round_table() -> str:
                 f"{sum(seconds.values()):.0f}",
                 f"{seconds['messages'] / sum(seconds.values()):.0%}",
                 f"{work.state / 1e6:.0f}",
-                f"{state / 1e9:,.0f}",
+                f"{work.disk / 1e9:,.0f}",
             ]
         )
     heads = ["algorithm", "model s", "arithmetic s", "state s", "messages s", "round s", "messages, share"]
-    return table([*heads, "state a client, MB", "state of 10,000, GB"], rows)
+    return table([*heads, "state a client, MB", "files of 10,000, GB"], rows)
 
 
 def speed_table(points: list[dict[str, Any]], product_rate: float) -> str:
@@ -101,14 +101,17 @@ def memory_table(points: list[dict[str, Any]]) -> str:
     for point in points:
         predicted, measured = point["rows"] + point["activations"], point["measured"]
         parts = [f"{value / MIB:.0f}" for value in (point["rows"], point["activations"], predicted, measured)]
-        rows.append([str(point["cohort"]), *parts, f"{measured / predicted:.2f}"])
-    return table(["cohort", "rows MiB", "activations MiB", "predicted MiB", "measured MiB", "ratio"], rows)
+        name = f"{point['layers']}{', checkpointed' if point['checkpointing'] else ''}"
+        rows.append([name, str(point["cohort"]), *parts, f"{measured / predicted:.2f}", f"{point['seconds']:.1f}"])
+    heads = ["layers", "cohort", "rows MiB", "activations MiB", "predicted MiB", "measured MiB", "ratio", "CPU s"]
+    return table(heads, rows)
 
 
-def message_table(points: list[dict[str, Any]]) -> str:
-    """Bytes a second of a message, packed, sent, received and unpacked."""
-    rows = [[f"{point['bytes'] / 1e6:.0f}", f"{point['bytes'] / point['seconds'] / 1e6:,.0f}"] for point in points]
-    return table(["message, MB", "MB/s"], rows)
+def rate_table(messages: list[dict[str, Any]], files: list[dict[str, Any]]) -> str:
+    """Bytes a second of a message, sent and received, and of a client's file, written and read."""
+    rates = [[f"{point['bytes'] / point['seconds'] / 1e6:,.0f}" for point in kind] for kind in (messages, files)]
+    sizes = [f"{point['bytes'] / 1e6:.0f}" for point in messages]
+    return table(["size, MB", "message, MB/s", "file, MB/s"], [list(row) for row in zip(sizes, *rates, strict=True)])
 
 
 def filled(text: str) -> str:
@@ -119,7 +122,7 @@ def filled(text: str) -> str:
         "round": round_table(),
         "speed": speed_table(sweep["speed"], sweep["product_rate"]),
         "memory": memory_table(sweep["memory"]),
-        "messages": message_table(sweep["messages"]),
+        "rates": rate_table(sweep["messages"], sweep["files"]),
     }
     for name, made in tables.items():
         text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>\n{made}\n\n\g<2>", text, flags=re.DOTALL)

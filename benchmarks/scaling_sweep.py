@@ -1,4 +1,4 @@
-"""Measures here what benchmarks/scaling_model.py predicts: seconds from operations, memory of a step, messages.
+"""Measures here what benchmarks/scaling_model.py predicts: seconds from operations, memory of a step, messages, files.
 
 python benchmarks/scaling_sweep.py            # into scale/sweep.json; about two CPU minutes, one thread
 
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
@@ -27,6 +28,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from fedllm.algorithms import load_algorithm
 from fedllm.batches import ClientBatches
+from fedllm.clients import ClientFiles
 from fedllm.lora import attach_lora
 from fedllm.lora_problem import LoraProblem
 from fedllm.models import Backbone
@@ -37,7 +39,7 @@ from fedllm.rounds import Plan, blank, round_info, run_round
 from fedllm.tokens import Tokens
 
 SIZES = ((128, 4), (256, 4), (512, 4), (768, 6), (1024, 8))
-COHORTS = (1, 4, 16)
+ROUNDS = ((4, 1, False), (4, 4, False), (4, 16, False), (12, 4, False), (12, 4, True))  # layers, cohort, checkpointing
 SHAPE = {"batch": 4, "length": 64}
 RANK, REPEATS = 16, 3
 
@@ -47,7 +49,16 @@ def base(hidden: int, layers: int) -> Base:
     return Base(f"{hidden} x {layers}", hidden, hidden * 43 // 16, layers, hidden // 64, hidden // 64, 1000)
 
 
-def problem(base: Base, rank: int, clients: int, batch: int, length: int, *, bfloat16: bool = False) -> LoraProblem:
+def problem(
+    base: Base,
+    rank: int,
+    clients: int,
+    batch: int,
+    length: int,
+    *,
+    bfloat16: bool = False,
+    checkpointing: bool = False,
+) -> LoraProblem:
     """Clients with one batch each of random tokens, all of one length, over a random model."""
     config = LlamaConfig(
         hidden_size=base.hidden,
@@ -70,12 +81,13 @@ def problem(base: Base, rank: int, clients: int, batch: int, length: int, *, bfl
     tokens = Tokens(ids, None, torch.arange(0, rows * length + 1, length), torch.arange(rows) % 2)
     parts = np.split(np.arange(rows), clients)
     batches = ClientBatches(parts, batch_size=batch, epochs=1, steps=None, seed=0)
-    return LoraProblem(adapted, tokens, batches, slices=1, autocast=torch.bfloat16 if bfloat16 else None)
+    low = torch.bfloat16 if bfloat16 else None
+    return LoraProblem(adapted, tokens, batches, slices=1, autocast=low, checkpointing=checkpointing)
 
 
 def main() -> None:
     if sys.argv[1:]:
-        print(json.dumps(memory(int(sys.argv[1]))))
+        print(json.dumps(memory(*json.loads(sys.argv[1]))))
         return
     torch.set_num_threads(1)
     found = {
@@ -83,8 +95,9 @@ def main() -> None:
         "shape": SHAPE,
         "product_rate": product_rate(),
         "speed": speed(),
-        "memory": [_fresh(cohort) for cohort in COHORTS],
+        "memory": [_fresh(*which) for which in ROUNDS],
         "messages": [message(size) for size in (1_000_000, 10_000_000, 100_000_000)],
+        "files": [client_file(size) for size in (1_000_000, 10_000_000, 100_000_000)],
     }
     SWEEP.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -116,31 +129,36 @@ def speed() -> list[dict[str, Any]]:
     ]
 
 
-def memory(cohort: int) -> dict[str, float]:
-    """Bytes that a round of FAdamGC needs beyond what was there before it, predicted and measured."""
+def memory(layers: int, cohort: int, checkpointing: bool) -> dict[str, float]:
+    """Bytes that a round of FAdamGC needs beyond what was there before it, predicted and measured; its seconds."""
     torch.set_num_threads(1)
-    size = base(512, 4)
+    size = base(512, layers)
     alg = load_algorithm("fadamgc")
-    found = problem(size, RANK, cohort, **SHAPE)
+    found = problem(size, RANK, cohort, **SHAPE, checkpointing=checkpointing)
     info = round_info(alg, found, rounds=1, sampled=cohort, tracked=None, local_steps=1)
     warm = problem(base(64, 1), RANK, 1, **SHAPE)
     warm.loss_and_gradient(warm.initial()[None], [0], 0, 0)
     federation = blank(alg, found, info)
     before = _peak()
     clients = list(range(cohort))
-    run_round(alg, found, federation, info, clients, clients, Plan())
+    seconds = _cpu(lambda: run_round(alg, found, federation, info, clients, clients, Plan()))
     rows = {name: 4 * found.dim * cohort * count for name, count in row_vectors(alg).items()}
     tokens = cohort * SHAPE["batch"] * SHAPE["length"]
+    kept = size.saved(tokens, RANK, cohort, bfloat16=False)
     return {
+        "layers": layers,
         "cohort": cohort,
+        "checkpointing": checkpointing,
         "rows": rows["step"],
-        "activations": size.saved(tokens, RANK, cohort, bfloat16=False) + size.working(tokens, bfloat16=False),
+        "activations": (size.inputs(tokens, bfloat16=False) + kept // layers if checkpointing else kept)
+        + size.working(tokens, bfloat16=False),
         "measured": _peak() - before,
+        "seconds": seconds,
     }
 
 
 def message(size: int) -> dict[str, float]:
-    """Seconds to pack, send, receive and unpack a message of `size` bytes between two threads of one core."""
+    """Seconds to send and receive a message of `size` bytes between two threads of one core."""
     here, there = Pipe()
     sender, receiver = Links({1: here}, 2), Links({0: there}, 2)
     tensors = {"x": torch.randn(size // 4)}
@@ -158,11 +176,26 @@ def message(size: int) -> dict[str, float]:
     return {"bytes": size, "seconds": min(_cpu(once) for _ in range(3))}
 
 
-def _fresh(cohort: int) -> dict[str, float]:
+def client_file(size: int) -> dict[str, float]:
+    """Seconds to write a client's `size` bytes of vectors and to read them again."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = ClientFiles(lambda count: {"y": torch.zeros(count, size // 4)}, Path(folder))
+        rows = {"y": torch.randn(1, size // 4)}
+
+        def once() -> None:
+            store.put([0], rows)
+            store.get([0])
+
+        return {"bytes": size, "seconds": min(_cpu(once) for _ in range(3))}
+
+
+def _fresh(*which: object) -> dict[str, float]:
     # glibc's allocator keeps freed blocks of up to 32 MB, half as much again here: what is freed shall be given back.
     malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     environment = {**os.environ, **malloc, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__, str(cohort)], env=environment, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(which)], env=environment, stdout=subprocess.PIPE, check=True
+    )
     answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return answer
 

@@ -185,6 +185,7 @@ def assemble(recipe: Recipe, shelf: Shelf | None = None, processes: int = 1) -> 
         autocast=machine.autocast,
         slices=None if recipe.run.slices == "auto" else recipe.run.slices,
         pass_bytes=pass_bytes(machine.device),
+        checkpointing=recipe.run.gradient_checkpointing,
         blocks=_blocks(model, algorithm, recipe, machine),
         pad_id=int(backbone.tokenizer.pad_token_id or 0),
     )
@@ -240,6 +241,7 @@ def plan_table(job: Job) -> Table:
     sizes = np.array([len(part) for part in job.parts])
     sent = traffic(job.algorithm, info, job.problem.dim)
     frozen, frozen_bytes = frozen_size(job.model, dim)
+    labels = "a regression" if job.task.regression else f"{job.task.num_labels} classes"
     state = sum(client_memory(job.algorithm, info, dim, 0).values())
     crew = f"{machine.processes} processes, each on " if machine.processes > 1 else ""
     where = f"{machine.device.type}, {machine.threads} threads" if machine.device.type == "cpu" else str(machine.device)
@@ -248,7 +250,8 @@ def plan_table(job: Job) -> Table:
         "model": f"{recipe.model.name} ({job.backbone.source}), {frozen:,} frozen parameters",
         "trainable parameters": f"{dim:,} (LoRA rank {lora.rank} on {', '.join(lora.targets)}, and the head)",
         "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
-        "data": f"{job.task.name}: {len(job.task.train):,} training, {len(job.task.validation):,} validation samples",
+        "data": f"{job.task.name}: {len(job.task.train):,} training, {len(job.task.validation):,} validation samples, "
+        f"{labels}",
         "clients": f"{len(job.parts)}, {info.sampled} a round, {info.tracked} of them tracked",
         "samples per client": f"min {sizes.min():,}, median {int(np.median(sizes)):,}, max {sizes.max():,}",
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
@@ -271,6 +274,8 @@ def _rows(job: Job) -> str:
         rows = "several samples a row"
     else:
         rows = "a sample a row" if job.recipe.run.slices != "auto" else "a sample a row, as this model needs it"
+    if job.recipe.run.gradient_checkpointing:
+        rows += ", blocks computed again"
     return f"{rows}, passes of {int(job.problem.pass_tokens):,} tokens unless a client alone has more"
 
 

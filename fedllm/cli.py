@@ -247,13 +247,16 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _partition(arguments: argparse.Namespace) -> int:
-    from fedllm.console import say
+    from fedllm.console import say, stage
     from fedllm.data import load_task
     from fedllm.partition import get_partition, partition_name, write_partition
     from fedllm.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    task = load_task(recipe.data, recipe.run.local_hub)
+    with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
+        task = load_task(recipe.data, recipe.run.local_hub, progress)
+    for note in task.notes:
+        say(note, "dim")
     parts = get_partition(recipe.partition, task)
     path = arguments.out or Path("partitions") / partition_name(recipe.partition, task)
     write_partition(path, parts, recipe.partition, task)

@@ -4,126 +4,37 @@ client = Client(model, algorithm, info)                 # once, on the site; inf
 upload = client.fit(broadcast, batches)                 # each round: our plain loop, or
 optimizer = client.begin(broadcast, steps=len(batches)) #   any loop that calls optimizer.step()
 upload = client.finish(optimizer)
+client.save("client.safetensors")                       # before the upload leaves, for a site that may be restarted
 
-Its other half is `fedllm.server`.
+Its other half is `fedllm.server`; docs/real_sites.md has both at work.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, clip, lengths
+from fedllm import parcel
+from fedllm.algorithms.base import Algorithm, RoundInfo, State, lengths
 from fedllm.blocks import BlockPartition, RoleError, partition
-from fedllm.errors import RunError, UserError
-from fedllm.messages import Broadcast, Upload, check_broadcast
+from fedllm.errors import UserError
+from fedllm.messages import Broadcast, Upload, disagreement, terms
+from fedllm.optimizer import FederatedOptimizer
 from fedllm.rounds import run_info
 from fedllm.space import ParameterSpace
+from fedllm.training import under
 from fedllm.uploads import fault, faults, misfit
 
 __all__ = ["Broadcast", "Client", "FederatedOptimizer", "Upload", "full_gradient", "model_blocks", "model_info"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
-
-
-class FederatedOptimizer(torch.optim.Optimizer):
-    """An algorithm's local steps on one model, as a torch optimizer.
-
-    The trainable parameters of `model`, in named_parameters order, are the one row of the algorithm's matrix; they are
-    set to broadcast.x at once. steps: how many steps will be taken, for schedules within a round, at most
-    info.local_steps. A learning-rate scheduler may scale the group's `lr`; the rates really used are what the
-    algorithm's formulas divide by. client: the vectors {name: [1, d]} that this client kept.
-
-    transformers.Trainer by default lets the rate fall to 0 and clips every gradient to norm 1, which is another
-    algorithm: set lr_scheduler_type="constant" and max_grad_norm=0.0 (schedules and clip_norm are the algorithm's).
-    state_dict holds the local round, so that resume_from_checkpoint goes on where it was, after the same begin.
-
-    Raises UserError for a broadcast that does not fit the model or the algorithm, naming the tensor.
-    """
-
-    def __init__(
-        self, model: nn.Module, algorithm: Algorithm, info: RoundInfo, broadcast: Broadcast, client: State, steps: int
-    ) -> None:
-        self.space = ParameterSpace.of(model)
-        check_broadcast(broadcast, self.space.gather(model), algorithm, info)
-        if not isinstance(steps, int) or not 1 <= steps <= info.local_steps:
-            raise UserError(f"steps: found {steps!r}, expected 1 to {info.local_steps}, the federation's local steps")
-        super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": algorithm.base_rate(info)})
-        self._model, self._algorithm, self._broadcast, self._client = model, algorithm, broadcast, client
-        self._info = replace(info, index=broadcast.round)
-        self._rates = algorithm.rates(torch.tensor([steps]), self._info).to(broadcast.x)
-        self._rate_sum = torch.zeros_like(self._rates[:, :1])
-        self._steps = 0
-        self._local = algorithm.begin(broadcast.x[None], broadcast.server, client, self._info)
-        self.space.scatter(model, broadcast.x)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One local step with the gradients in the parameters' .grad. UserError past the announced number of steps."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._steps == self._rates.shape[1]:
-            raise UserError(f"step {self._steps + 1}: the round was begun with steps={self._steps}; begin it with more")
-        scale = self.param_groups[0]["lr"] / self.defaults["lr"]
-        eta = self._rates[:, self._steps : self._steps + 1] * scale
-        g = clip(self.space.gather(self._model, grad=True)[None], self._algorithm.clip_norm)
-        self._steps += 1
-        self._rate_sum += eta
-        self._algorithm.step(self._local, g, self._steps, eta, self._info)
-        self.space.scatter(self._model, self._local["x"][0])
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's, and under "local" the round so far: its number, the steps taken, their rates' sum, the vectors."""
-        local = {"round": self._info.index, "steps": self._steps, "rate_sum": self._rate_sum, "vectors": self._local}
-        return {**super().state_dict(), "local": local}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, in this round and under this broadcast; the model is set to its x.
-
-        Raises UserError if it is not one of this round."""
-        local, shapes = state_dict.get("local"), {name: tuple(value.shape) for name, value in self._local.items()}
-        if local is None:
-            raise UserError("optimizer state: found none of a FederatedOptimizer's local round; start the round anew")
-        why = misfit(local["vectors"], shapes, self._broadcast.x.dtype)
-        if local["round"] != self._info.index:
-            why = f"found round {local['round']}, expected {self._info.index}, the broadcast's"
-        elif local["steps"] > self._rates.shape[1]:
-            why = f"found {local['steps']} steps taken, expected at most {self._rates.shape[1]}, as the round was begun"
-        if why:
-            raise UserError(f"optimizer state: {why}; start the round anew")
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != "local"})
-        self._steps, self._rate_sum = local["steps"], local["rate_sum"].clone().to(self._rate_sum)
-        self._local = {name: value.clone().to(self._local[name]) for name, value in local["vectors"].items()}
-        self.space.scatter(self._model, self._local["x"][0])
-
-    def end(self, tracked: bool = True, samples: int = 1) -> tuple[Upload, State]:
-        """What to send and what to keep {name: [1, d]} after the round. RunError, naming the tensor, if it is not
-        finite: what the client kept before is then still good."""
-        if self._steps == 0:
-            raise UserError("the round ends without a step; call optimizer.step() at least once")
-        rows = Rows(
-            steps=torch.full_like(self._rate_sum, self._steps),
-            rate_sum=self._rate_sum,
-            tracked=torch.tensor([[tracked]], device=self._rate_sum.device),
-        )
-        alg, info, x, server = self._algorithm, self._info, self._broadcast.x[None], self._broadcast.server
-        upload, kept = alg.end(self._local, x, server, self._client, rows, info)
-        for vectors, found in (({**alg.uploads(), **alg.tracked_uploads()}, upload), (alg.client_vectors(), kept)):
-            for why in faults(found, lengths(vectors, x, info), x.dtype, 1).values():
-                raise RunError(
-                    f"round {info.index + 1}: {why}; nothing was sent, and the client's state is as before the round. "
-                    "Lower algorithm.lr, set algorithm.clip_norm, or look for bad values in the round's batches"
-                )
-        left_out = () if tracked else alg.tracked_uploads()
-        sent = {name: value for name, value in upload.items() if name not in left_out}
-        return Upload(sent, info.index, self._steps, float(self._rate_sum), samples, tracked), kept
+_SAMPLE = 1024  # of each frozen tensor's values, to tell one base from another
 
 
 class Client:
@@ -133,6 +44,9 @@ class Client:
     info has none. samples: that the site holds, for `weights: size`. gradient: the full local gradient [d] at x0 (see
     full_gradient), which the algorithm asks for under `tracking_init: gradient`. state: what it kept, if it is not new.
     Raises UserError where any of these does not fit.
+
+    An upload may be lost, late or rejected, and then the state must be what it was before it. So a client that has sent
+    one keeps both, and goes back when the next broadcast, if it is `server.broadcast(client)`, says which one counted.
     """
 
     def __init__(
@@ -145,7 +59,7 @@ class Client:
         gradient: Tensor | None = None,
         state: State | None = None,
     ) -> None:
-        self.model, self.algorithm, self.samples = model, algorithm, samples
+        self.model, self.algorithm, self.samples = model, algorithm, int(samples)
         x = ParameterSpace.of(model).gather(model)
         if info.blocks.dim != len(x):
             raise UserError(
@@ -154,9 +68,12 @@ class Client:
         no_blocks = info.blocks.num_blocks == info.blocks.dim
         self.info = replace(info, blocks=model_blocks(algorithm, model) or info.blocks) if no_blocks else info
         self.state = self._first(x, gradient) if state is None else state
-        shapes = {name: (1, size) for name, size in lengths(algorithm.client_vectors(), x, self.info).items()}
-        if why := misfit(self.state, shapes, x.dtype):
+        self._lengths, self._dtype = lengths(algorithm.client_vectors(), x, self.info), x.dtype
+        if why := misfit(self.state, {name: (1, size) for name, size in self._lengths.items()}, x.dtype):
             raise UserError(f"state: {why}")
+        self._receipt = ""  # of the upload that `state` came with
+        self._round = -1  # the last one begun
+        self._others: dict[str, State] = {}  # what `state` has to become if that upload does not count, by receipt
 
     def _first(self, x: Tensor, gradient: Tensor | None) -> State:
         if not self.algorithm.needs_full_gradient():
@@ -166,14 +83,55 @@ class Client:
         return self.algorithm.init_clients(x[None], self.info, gradient[None])
 
     def begin(self, broadcast: Broadcast, steps: int) -> FederatedOptimizer:
-        """Sets the model to the broadcast and returns the optimizer of this round."""
+        """Sets the model to the broadcast and returns the optimizer of this round.
+
+        UserError if what counted last, as the broadcast says, came with a state that this client does not have."""
+        self._settle(broadcast)
         return FederatedOptimizer(self.model, self.algorithm, self.info, broadcast, self.state, steps)
 
     def finish(self, optimizer: FederatedOptimizer, tracked: bool = True) -> Upload:
         """Ends the round: keeps the client's vectors and returns its upload. Where either is not finite, RunError names
         the tensor and the state stays as it was."""
-        upload, self.state = optimizer.end(tracked, self.samples)
+        upload, kept = optimizer.end(tracked, self.samples)
+        self._others[self._receipt] = self.state
+        self._receipt, self.state = upload.receipt, kept
         return upload
+
+    def _settle(self, broadcast: Broadcast) -> None:
+        """Goes back to the state after the last upload that counted, where the broadcast says which that was."""
+        states = {**self._others, self._receipt: self.state}
+        counted = self._receipt if broadcast.counted is None or not self._lengths else broadcast.counted
+        if counted not in states:
+            raise UserError(
+                f"broadcast of round {broadcast.round}: the last upload of this client that counted is "
+                f"{counted[:12] or 'none'}, but its state came with {self._receipt[:12] or 'none'}; load the newest "
+                "that Client.save wrote, or none where the federation begins anew; to go on all the same, begin with "
+                "replace(broadcast, counted=None)"
+            )
+        self._receipt, self.state = counted, states.pop(counted)
+        self._others = states if broadcast.round == self._round else {}  # an upload of an earlier round comes too late
+        self._round = broadcast.round
+
+    def save(self, path: str | Path) -> None:
+        """Writes what the client keeps, whole or not at all. RunError where it cannot be written."""
+        states = {**self._others, self._receipt: self.state}
+        head = {"receipts": list(states), "round": self._round, "terms": terms(self.algorithm, self.info)}
+        tensors = {f"{place}/{name}": v for place, kept in enumerate(states.values()) for name, v in kept.items()}
+        parcel.write(path, parcel.pack(head, tensors))
+
+    def load(self, path: str | Path) -> None:
+        """Goes on with what `save` wrote. UserError, naming the file, if it is damaged or another federation's."""
+        head, tensors = parcel.read(path)
+        if head.keys() != {"receipts", "round", "terms"}:
+            raise UserError(f"{path}: found {sorted(head)}, expected what Client.save writes")
+        if why := disagreement(head["terms"], terms(self.algorithm, self.info)):
+            raise UserError(f"{path}: {why}; the file is of another federation")
+        states = {receipt: under(f"{place}/", tensors) for place, receipt in enumerate(head["receipts"])}
+        for state in states.values():
+            if why := faults(state, self._lengths, self._dtype, 1).get(0):
+                raise UserError(f"{path}: {why}")
+        self._receipt, self.state = states.popitem()
+        self._others, self._round = states, head["round"]
 
     def fit(
         self,
@@ -184,7 +142,8 @@ class Client:
     ) -> Upload:
         """A round over `batches`, one step each; returns the upload.
 
-        loss(model, batch): a scalar; by default model(**batch).loss, as Hugging Face models give it.
+        loss(model, batch): a scalar; by default model(**batch).loss, as Hugging Face models give it. The model stays in
+        the mode it is in: model.train() is for dropout.
         """
         batches = list(batches)
         optimizer = self.begin(broadcast, steps=len(batches))
@@ -220,15 +179,38 @@ def model_info(
     tracked: int | None = None,
     local_steps: int,
 ) -> RoundInfo:
-    """What a Client and the Server must agree on, for a federation that trains `model`.
+    """What a Client and the Server must agree on, for a federation that trains `model`; each makes its own.
+
+    A client that is given another server's broadcast says in what they differ. Of the model it tells names and shapes
+    of what is trained, the scaling of adapters, and a sample of each frozen weight; replace(info, model="") leaves
+    that out, for sites whose bases are to differ, as where some are quantised.
 
     rounds: of the run. num_clients: N. sampled: S of them in a round. tracked: T of those, default S. local_steps: K,
     the most that a client takes. Raises UserError for numbers that do not fit together, or a model without known roles.
     """
     blocks = model_blocks(algorithm, model) or BlockPartition.elementwise(ParameterSpace.of(model).dim)
-    return run_info(
+    info = run_info(
         blocks, rounds=rounds, num_clients=num_clients, sampled=sampled, tracked=tracked, local_steps=local_steps
     )
+    return replace(info, model=_fingerprint(model))
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """A digest of what must be alike in the models of all sites, "" for one without values. Frozen weights are compared
+    in bfloat16, so that they may be stored in either precision; the head that PEFT has replaced plays no part."""
+    if any(value.is_meta for value in model.parameters()):
+        return ""
+    found = hashlib.sha256()
+    for name, module in model.named_modules():
+        if isinstance(scaling := getattr(module, "scaling", None), dict):  # of LoRA
+            found.update(f"{name} {scaling}\n".encode())
+    for name, value in model.named_parameters():
+        if value.requires_grad:
+            found.update(f"{name} {list(value.shape)}\n".encode())
+        elif value.is_floating_point() and ".original_module." not in name:
+            some = value.detach().reshape(-1)[:: value.numel() // _SAMPLE + 1].to("cpu", torch.bfloat16)
+            found.update(name.encode() + some.view(torch.int16).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def model_blocks(algorithm: Algorithm, model: nn.Module) -> BlockPartition | None:

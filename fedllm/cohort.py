@@ -6,12 +6,15 @@ A [C, r, in] and B [C, out, r] are two batched matmuls, or a loop where clients 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fedllm.dropout import Dropout
 from fedllm.errors import UserError
@@ -24,30 +27,38 @@ from fedllm.space import ParameterSpace
 @dataclass
 class _Pass:
     """What the layers of the pass under way need: the clients' parameters, the samples' dropout or None, and the packed
-    rows, None where a row is a sample."""
+    rows, None where a row is a sample. been: how often each layer has dropped, which in ALBERT is once a depth."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
     dropout: Dropout | None = None
     packed: Packed | None = None
+    been: Counter[int] = field(default_factory=Counter)
 
     def drop(self, x: Tensor, rate: float, layer: int) -> Tensor:
         """Dropout of x [samples, F] or [rows, L, F]."""
-        return x if self.dropout is None else self.dropout(x, rate, layer)
+        if self.dropout is None:
+            return x
+        self.been[layer] += 1
+        return self.dropout(x, rate, layer, self.been[layer] - 1)
 
 
 class CohortModel:
     """A PEFT model whose trainable layers compute with the parameters of C clients at once.
 
-    Built once; it takes over the forward of the LoRA layers, of the trainable Linear layers of the head, and of the
-    dropout layers, and the making of attention masks (see `fedllm.masks`); `release` gives them back. The model's own
-    trainable values play no part while it is in use. The model is in eval mode: dropout comes from `keys` alone, and
-    attention probabilities are never dropped.
+    checkpointing: whether blocks keep their inputs only, and are computed again in the backward pass (gradient
+    checkpointing); blocks: how many can.
+
+    Built once; it takes over the forward of the LoRA layers, of the trainable Linear layers of the head, of the blocks
+    and of the dropout layers, and the making of attention masks (see `fedllm.masks`); `release` gives them back. The
+    model's own trainable values play no part while it is in use. The model is in eval mode: dropout comes from `keys`
+    alone, and attention probabilities are never dropped.
     Raises UserError for a trainable parameter that is in neither a LoRA nor a Linear layer.
     """
 
     def __init__(self, model: Any, space: ParameterSpace) -> None:
         self.model, self.space = model, space
         self._pass = _Pass()
+        self.checkpointing = False
         self._taken: list[nn.Module] = []
         self._no_padding = 1 if getattr(model.config, "pad_token_id", None) != 1 else 0
         self._install()
@@ -116,12 +127,43 @@ class CohortModel:
                 self._take(module, self._dropout(module.p, self._layers))
                 self._layers += 1
         self._read_packed()
+        self._recompute_blocks()
         self._runs = self.space.runs(self._adapters)
         if missing := trainable - served - self._adapters:
             raise UserError(
                 f"cannot train {sorted(missing)[0]} of several clients at once: expected trainable parameters in LoRA "
                 f"layers and in the Linear layers of the task head only"
             )
+
+    def _recompute_blocks(self) -> None:
+        """A block's outermost layer, as transformers marks those that can be checkpointed, keeps its input only."""
+        self.blocks = 0
+        inside: set[int] = set()
+        for block in self.model.modules():
+            if isinstance(block, GradientCheckpointingLayer) and id(block) not in inside:
+                inside |= {id(module) for module in block.modules()}
+                self._take(block, self._recomputed(block.forward))
+                self.blocks += 1
+
+    def _recomputed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not (self.checkpointing and torch.is_grad_enabled()):
+                return run(*args, **kwargs)
+            wanted, been = self._pass, self._pass.been.copy()
+
+            def again(*args: Any, **kwargs: Any) -> Any:
+                """In the backward pass too, when another pass, or none, is under way."""
+                under_way, self._pass = self._pass, replace(wanted, been=been.copy())
+                try:
+                    return run(*args, **kwargs)
+                finally:
+                    wanted.been |= self._pass.been
+                    self._pass = under_way
+
+            # Nothing is drawn from a generator, dropout included: its state need not be kept.
+            return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        return forward
 
     def _read_packed(self) -> None:
         """Between the backbone and the head, only the tokens that the head reads go on from a packed pass."""

@@ -1,19 +1,22 @@
 """Who does a run's work: this process alone, or a captain (rank 0) with workers that do as it asks.
 
-The captain alone reads recipes and checkpoints, keeps the clients' state, aggregates, and writes. With every task a
-worker is sent what it needs of all that, x and its clients' own vectors included, so that a client may be trained by
-another process in every round. What comes back is summed in the order of the shares, whoever computed them: the number
-of processes leaves no trace in a result.
+The captain alone reads recipes and checkpoints, knows what every client keeps, aggregates, and writes. With every task
+a worker is sent what it needs of all that, x and its clients' own vectors included, these by the names of their files
+where it reaches them, so that a client may be trained by another process in every round. What comes back is summed in
+the order of the shares, whoever computed them: the number of processes leaves no trace in a result.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from fedllm.algorithms.base import Algorithm, RoundInfo, State
+from fedllm.clients import Kept, pack_kept, unpack_kept
 from fedllm.errors import RunError, UserError
 from fedllm.processes import Links, LostError, Message, StoppedError, ending
 from fedllm.profile import section
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from fedllm.tokens import Tokens
 
 T = TypeVar("T")
-Gradients = tuple[Tensor, State]
+Gradients = tuple[Tensor, dict[int, Kept]]
 
 
 class Crew:
@@ -38,6 +41,9 @@ class Crew:
     def assemble(self, recipe: Recipe, build: Callable[[], Job]) -> Job:
         """What `build` gives, once every process has built the same from the recipe."""
         return build()
+
+    def share(self, folder: Path) -> None:
+        """The clients' vectors will be files in `folder`: finds out which processes reach it."""
 
     def own(self, shares: Sequence[T]) -> Sequence[T]:
         """The shares that this process does itself."""
@@ -78,6 +84,16 @@ class Captain(Crew):
         self._call = 0
         self._doing: dict[int, str] = {}
         self._replies: dict[int, Message] = {}
+        self._sharing: set[int] = set()
+
+    def share(self, folder: Path) -> None:
+        token, probe = secrets.token_hex(16), folder / "probe"
+        probe.write_text(token)
+        head = {"do": "share", "folder": str(folder.resolve()), "token": token}
+        tasks: dict[int, Message] = {rank: (head, {}) for rank in self._ranks}
+        _, replies = self._together(lambda: None, tasks, lambda rank: "looking for the run folder")
+        self._sharing = {rank for rank, (answer, _) in replies.items() if answer["found"]}
+        probe.unlink()
 
     def own(self, shares: Sequence[T]) -> Sequence[T]:
         return shares[:: self.size]
@@ -113,14 +129,10 @@ class Captain(Crew):
         model = {"x": federation.x, **{f"server/{name}": value for name, value in federation.server.items()}}
         tasks = {}
         for rank, part in self._parts(shares).items():
-            kept = {
-                f"client/{client}/{name}": value
-                for share in part
-                for client in share
-                for name, value in known.get(client, {}).items()
-            }
+            kept = {client: known[client] for share in part for client in share if client in known}
+            files, tensors = pack_kept(kept, by_name=rank in self._sharing)
             head = {"do": "train", "round": federation.round, "shares": part, "tracked": tracked, "cohort": cohort}
-            tasks[rank] = (head, model | kept)
+            tasks[rank] = ({**head, "files": files}, model | tensors)
 
         def doing(rank: int) -> str:
             clients = sorted(client for share in shares[rank :: self.size] for client in share)
@@ -146,7 +158,9 @@ class Captain(Crew):
             return f"computing full gradients: clients {', '.join(map(str, clients))}"
 
         mine, replies = self._together(lambda: [one(share) for share in self.own(shares)], tasks, doing)
-        return self._in_order(len(shares), mine, replies, lambda _, found: (found["total"], under("state/", found)))
+        return self._in_order(
+            len(shares), mine, replies, lambda head, found: (found["total"], unpack_kept(head["files"], found))
+        )
 
     def logits(self, problem: LoraProblem, x: Tensor, tokens: Tokens) -> Tensor:
         head = {"do": "logits", "parts": self.size, "cuts": problem.eval_cuts}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "Split", "Task", "Tokens", "load_task", "tokenize"]
 
+Reader = Callable[[Path], Table]
 Readers = dict[str, Callable[[], Table]]  # split name -> what reads it
 
 
@@ -92,7 +93,8 @@ def load_task(settings: Data, local_hub: str | None = None, progress: Progress |
     then name its splits. Without a name, `train` and `validation` are files or folders.
     Without a validation split, a random fraction `holdout` of the training split is held out, class by class if it has
     classes. max_train and max_validation then keep uniform random subsets.
-    Labels: classes that the data set declares keep their ids; for others see labels.learn_coding.
+    Labels: classes that the data set declares keep their ids; for others, and with `regression`, see
+    labels.learn_coding.
 
     Raises UserError naming the file or split and the key, column, row or value that is wrong.
     """
@@ -100,7 +102,7 @@ def load_task(settings: Data, local_hub: str | None = None, progress: Progress |
     known = TASKS.get(settings.name or "")
     text = tuple(settings.text or (known.text if known else ("text",)))
     label = settings.label or "label"
-    readers = _pick_splits(settings, known, text, local_hub)
+    readers = _pick_splits(settings, known, partial(read_table, text=text, label=label), local_hub)
     tables: dict[str, Table] = {}
     for role, read in readers.items():
         if progress:
@@ -109,8 +111,7 @@ def load_task(settings: Data, local_hub: str | None = None, progress: Progress |
 
     clean = known.clean if known else list
     texts = {role: [clean(table.texts(column)) for column in text] for role, table in tables.items()}
-    declared = known.classes if known else tables["train"].classes.get(label)
-    coding = learn_coding(tables["train"], label) if declared is None else Coding(declared, declared=True)
+    coding = _coding(settings, known, tables, label)
     splits = {
         role: Split(texts[role], coding.encode(table, label), table.without(*text, label))
         for role, table in tables.items()
@@ -130,6 +131,19 @@ def load_task(settings: Data, local_hub: str | None = None, progress: Progress |
     )
 
 
+def _coding(settings: Data, known: KnownTask | None, tables: dict[str, Table], label: str) -> Coding:
+    declared = known.classes if known else tables["train"].classes.get(label)
+    if declared is None or settings.regression is not None:
+        return learn_coding(tables["train"], label, settings.regression)
+    for table in tables.values():
+        if (names := table.classes.get(label, declared)) != declared:
+            raise UserError(
+                f"{table.source}, column '{label}': declares the classes {', '.join(names)}, expected "
+                f"{', '.join(declared)}"
+            )
+    return Coding(declared, declared=True)
+
+
 def _check(settings: Data) -> None:
     label = settings.label or "label"
     if not settings.name and not settings.train:
@@ -138,6 +152,8 @@ def _check(settings: Data) -> None:
         raise UserError(f"data.text={settings.text}: expected one or two columns")
     if settings.text and label in settings.text:
         raise UserError(f"data.text={settings.text}: '{label}' is the label column; expected columns of text")
+    if settings.regression is not None and settings.name in TASKS:
+        raise UserError(f"data.regression={settings.regression}: '{settings.name}' says itself; leave it out")
     if not 0 < settings.holdout < 1:
         raise UserError(f"data.holdout={settings.holdout}: expected a fraction between 0 and 1")
     for key, limit in (("max_train", settings.max_train), ("max_validation", settings.max_validation)):
@@ -148,12 +164,12 @@ def _check(settings: Data) -> None:
 # Where splits come from
 
 
-def _pick_splits(settings: Data, known: KnownTask | None, text: tuple[str, ...], local_hub: str | None) -> Readers:
+def _pick_splits(settings: Data, known: KnownTask | None, read: Reader, local_hub: str | None) -> Readers:
     """What reads the "train" and, unless it is to be held out, the "validation" split."""
     if settings.name is None:
         paths = {"train": settings.train, "validation": settings.validation}
-        return {role: _file_reader(f"data.{role}", path, text) for role, path in paths.items() if path}
-    found = _find_splits(settings.name, known, text, local_hub)
+        return {role: _file_reader(f"data.{role}", path, read) for role, path in paths.items() if path}
+    found = _find_splits(settings.name, known, read, local_hub)
     wanted = {"train": settings.train or "train"}
     default = known.validation if known else "validation"
     if settings.validation or default in found:
@@ -167,20 +183,20 @@ def _pick_splits(settings: Data, known: KnownTask | None, text: tuple[str, ...],
     return {role: found[split] for role, split in wanted.items()}
 
 
-def _file_reader(key: str, name: str, text: tuple[str, ...]) -> Callable[[], Table]:
+def _file_reader(key: str, name: str, read: Reader) -> Callable[[], Table]:
     path = hub.find_local("datasets", name)
     if path is None:
         raise UserError(f"{key}={name}: no such file or folder ({Path(name).expanduser().absolute()})")
-    return partial(read_table, path, text)
+    return partial(read, path)
 
 
-def _find_splits(name: str, known: KnownTask | None, text: tuple[str, ...], local_hub: str | None) -> Readers:
+def _find_splits(name: str, known: KnownTask | None, read: Reader, local_hub: str | None) -> Readers:
     """The splits of a named data set: the files in its folder by name, or else the folder or file itself as "train"."""
     path = hub.find_local("datasets", name, local_hub)
     if path is None:
         return _find_hub_splits(name, known, local_hub)
     files = sorted(file for file in path.glob("*") if file.suffix.lower() in READERS)
-    return {file.stem: partial(read_table, file, text) for file in files} or {"train": partial(read_table, path, text)}
+    return {file.stem: partial(read, file) for file in files} or {"train": partial(read, path)}
 
 
 def _find_hub_splits(name: str, known: KnownTask | None, local_hub: str | None) -> Readers:

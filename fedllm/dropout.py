@@ -1,7 +1,7 @@
 """Dropout masks as a pure function of who and where, not of a random stream.
 
-A mask's bit is a hash of (seed, round, client, step, layer, sample slot, token position, feature): padding, slicing and
-cohort size cannot change it. Rates are rounded to 1/65536.
+A mask's bit is a hash of (seed, round, client, step, layer, how often the pass has been through it, sample slot, token
+position, feature): padding, slicing and cohort size cannot change it. Rates are rounded to 1/65536.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def row_keys(seed: int, round: int, step: int, clients: Sequence[int], slots: Te
 
 
 class Dropout:
-    """The dropout of one pass: called with x [N, F] or [R, L, F], a rate and the number of the layer.
+    """The dropout of one pass: called with x [N, F] or [R, L, F], a rate, the number of the layer, and how often the
+    pass has been through it before.
 
     keys [N]: row_keys of the samples. layers: how many there are. sample, position [R, L]: of packed rows, which sample
     a token belongs to and its place there; else a row is a sample. What the features of a token share is hashed for all
@@ -47,12 +48,14 @@ class Dropout:
         self._hashes: dict[int, Tensor] = {}
         self._pairs: dict[int, Tensor] = {}
 
-    def __call__(self, x: Tensor, rate: float, layer: int) -> Tensor:
+    def __call__(self, x: Tensor, rate: float, layer: int, before: int = 0) -> Tensor:
         """x with each value zeroed at `rate` and the rest scaled up."""
         threshold = round(rate * 65536)
         if threshold == 0:
             return x
         h = (self._of_tokens(x.shape[1]) if x.dim() == 3 else self._of_samples)[layer, ..., None]
+        if before:
+            h = _mix(h + (before * 0x5BD1E995 & 0x7FFFFFFF))
         h = h ^ self._of_pairs(x.shape[-1])
         h *= _M1
         h ^= (h >> 15).bitwise_and_(0x1FFFF)

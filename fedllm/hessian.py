@@ -25,10 +25,10 @@ from fedllm.blocks import BlockPartition
 from fedllm.characters import MODELS, CharacterProblem, encode
 from fedllm.data import load_task
 from fedllm.errors import UserError
+from fedllm.files import replace_text
 from fedllm.partition import get_partition
 from fedllm.recipe import Data, Partition
 from fedllm.rounds import round_info, run_round, sample, start
-from fedllm.state import replace_text
 
 CLIENTS = Partition(scheme="dirichlet_classes", alpha=0.1, clients=20, min_size=8)
 SAMPLED, LOCAL_STEPS = 5, 5

@@ -47,11 +47,12 @@ class Coding:
         return np.array(codes, np.int64 if self.names else np.float32)
 
 
-def learn_coding(table: Table, label: str) -> Coding:
+def learn_coding(table: Table, label: str, regression: bool | None = None) -> Coding:
     """The coding of a label column that declares no classes.
 
-    Its sorted distinct values are the classes, unless they are numbers and not all whole, which makes a regression.
-    Raises UserError for values of mixed or other types, for a single class, and for a column that cannot be of classes.
+    Its sorted distinct values are the classes, unless it is a regression: by default where they are numbers and not all
+    whole. Raises UserError for values of mixed or other types, a regression without numbers, a single class, and a
+    column that cannot be of classes.
     """
     values = table.column(label, KEY)
     where = f"{table.source}, column '{label}'"
@@ -60,7 +61,11 @@ def learn_coding(table: Table, label: str) -> Coding:
     if not numeric and kinds not in ({str}, {bool}):
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise UserError(f"{where}: found values of type {found}; expected text, whole numbers or numbers")
-    if numeric and not all(type(value) is int or value.is_integer() for value in values):
+    if regression and not numeric:
+        raise UserError(f"{where}: found {values[0]!r}, expected numbers, as data.regression=true says")
+    if regression is None:
+        regression = numeric and not all(type(value) is int or value.is_integer() for value in values)
+    if regression:
         return Coding(())
     names = tuple(map(_class_name, sorted(set(values))))
     for row, name in enumerate(map(_class_name, values), 1):

@@ -17,6 +17,7 @@ from fedllm.batches import ClientBatches, MicroBatch, micro_batches, whole
 from fedllm.blocks import BlockPartition
 from fedllm.cohort import CohortModel
 from fedllm.dropout import row_keys
+from fedllm.errors import UserError
 from fedllm.masks import is_causal
 from fedllm.memory import Waves
 from fedllm.packing import Layout, Packed, find_layout, look_back, pack
@@ -37,8 +38,10 @@ class LoraProblem(Problem):
     CohortModel). tokens: the training samples. batches: who takes which. regression: squared error instead of
     cross-entropy. autocast: dtype of the matrix products, None for the model's own. slices: padded, length-sorted
     slices a batch; None: rows packed with several samples, or where the model does not take them, the best cut.
-    pass_bytes: what a pass may keep for its backward, or an evaluation batch would; a client alone may keep more. The
-    loss of a client is the mean over its own samples; padding has no weight.
+    pass_bytes: what a pass may keep for its backward, or an evaluation batch would; a client alone may keep more.
+    checkpointing: a pass keeps the inputs of the model's blocks only and computes these again, one at a time. The loss
+    of a client is the mean over its own samples; padding has no weight.
+    Raises UserError for a model that cannot be trained so.
 
     fixed_bytes, token_bytes: what a pass keeps however small it is, and of each token. pass_tokens: of a pass at most.
     """
@@ -54,6 +57,7 @@ class LoraProblem(Problem):
         autocast: torch.dtype | None = None,
         slices: int | None = None,
         pass_bytes: float = math.inf,
+        checkpointing: bool = False,
         blocks: BlockPartition | None = None,
         pad_id: int = 0,
     ) -> None:
@@ -77,8 +81,9 @@ class LoraProblem(Problem):
         self._layout = self._find_layout(model)
         self.layout = self._layout if slices is None else None
         lower(model, autocast)
-        one, two = (self._kept_bytes(rows) for rows in (1, 2))
-        self.fixed_bytes, self.token_bytes = 2 * one - two, (two - one) / int(self._lengths.max())
+        self.fixed_bytes, self.token_bytes = self._kept()
+        if checkpointing:
+            self._checkpoint()
         self.pass_tokens = pass_bytes / self.token_bytes
         self.eval_cuts = 1
 
@@ -186,7 +191,7 @@ class LoraProblem(Problem):
         def packed(rows: Packed) -> Tensor:
             return self._model.packed(x, rows.to(self.device))
 
-        return find_layout(model, self._tokens, padded, packed, self._tolerance)
+        return find_layout(model, self._tokens, padded, packed, self._tolerance, self._pad_id)
 
     @torch.no_grad()
     def logits(self, x: Tensor, tokens: Tokens, part: int = 0, parts: int = 1) -> Tensor:
@@ -240,6 +245,24 @@ class LoraProblem(Problem):
             sizes = self._pass_sizes(batches)
             largest = max(largest, *(sum(sizes[some]) for some in self._passes(batches)))
         return largest
+
+    def _checkpoint(self) -> None:
+        """From now on blocks keep their inputs; at its fullest a pass has one block's activations beside these."""
+        if not self._model.blocks:
+            kind = type(self._model.model.get_base_model()).__name__
+            raise UserError(
+                f"run.gradient_checkpointing: {kind} has no layers that transformers can checkpoint; leave it false, "
+                f"and cut batches with run.slices instead"
+            )
+        whole = self.token_bytes
+        self._model.checkpointing = True
+        self.fixed_bytes, self.token_bytes = self._kept()
+        self.token_bytes += whole / self._model.blocks
+
+    def _kept(self) -> tuple[int, float]:
+        """Bytes that a pass keeps however small it is, and of each token."""
+        one, two = (self._kept_bytes(rows) for rows in (1, 2))
+        return 2 * one - two, (two - one) / int(self._lengths.max())
 
     def _kept_bytes(self, rows: int) -> int:
         """Bytes that autograd keeps between forward and backward pass of the longest sample, taken `rows` times."""

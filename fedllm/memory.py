@@ -57,8 +57,9 @@ def out_of_memory(error: Exception) -> bool:
 def client_too_large(client: int) -> str:
     """What to do about a client that does not fit into memory alone."""
     return (
-        f"client {client}: its step alone does not fit into memory; cut its batches with run.slices=4 (the same result "
-        f"up to rounding), or lower local.batch_size or data.max_length"
+        f"client {client}: its step alone does not fit into memory; cut its batches with run.slices=4, or set "
+        f"run.gradient_checkpointing=true (the same result up to rounding), or lower local.batch_size or "
+        f"data.max_length"
     )
 
 

@@ -29,7 +29,8 @@ _CANDIDATES = 8
 @dataclass(frozen=True)
 class Layout:
     """How a model reads packed rows. causal: a token attends to earlier ones only, and the head reads a sample's last
-    token, not its first. first_position: the position id of a sample's first token."""
+    token that is not the pad token (see models.load_backbone), not its first. first_position: the position id of a
+    sample's first token."""
 
     causal: bool
     first_position: int
@@ -99,6 +100,9 @@ def pack(
     sample = np.repeat(np.arange(len(flat)), lengths)
     position = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     place, source = begin[sample] + position, torch.from_numpy(offsets[flat[sample]] + position)
+    ids, last = tokens.input_ids[source], np.zeros(len(flat), np.int64)
+    read = (ids != pad_id).numpy()
+    np.maximum.at(last, sample[read], position[read])
     shape = (int(counts.sum()), length)
 
     def laid(values: np.ndarray | Tensor, fill: int = 0) -> Tensor:
@@ -107,12 +111,12 @@ def pack(
         return grid.view(shape)
 
     inputs = {
-        "input_ids": laid(tokens.input_ids[source], fill=pad_id),
+        "input_ids": laid(ids, fill=pad_id),
         "position_ids": laid(position + layout.first_position, fill=layout.first_position),
     }
     if tokens.token_type_ids is not None:
         inputs["token_type_ids"] = laid(tokens.token_type_ids[source])
-    reads = begin + np.maximum(lengths - 1, 0) if layout.causal else begin
+    reads = begin + last if layout.causal else begin
     owner = laid(sample, fill=-1)
     return Packed(inputs, owner, laid(position), torch.from_numpy(reads), counts.tolist(), layout.causal)
 
@@ -157,6 +161,7 @@ def find_layout(
     padded: Callable[[Tensor], Tensor],
     packed: Callable[[Packed], Tensor],
     tolerance: float,
+    pad_id: int = 0,
 ) -> Layout | None:
     """The layout in which the model gives the same logits for packed samples as for padded ones; None if there is none,
     or the samples cannot tell.
@@ -174,7 +179,7 @@ def find_layout(
     tried: list[tuple[float, Layout]] = []
     for layout in (Layout(causal, first) for first in firsts for causal in (False, True)):
         with suppress(Exception):  # the model's own code, which may fail in any way
-            found = packed(pack(tokens, index[None].numpy(), layout, length=length))
+            found = packed(pack(tokens, index[None].numpy(), layout, pad_id=pad_id, length=length))
             if found.shape == expected.shape:
                 tried.append((float((found - expected).norm()), layout))
     if not tried:

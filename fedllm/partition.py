@@ -91,7 +91,8 @@ class PartitionFile:
 def write_partition(path: str | Path, parts: Sequence[np.ndarray], settings: Partition, task: Task) -> None:
     """Writes `parts`, which `settings` drew for `task`, to a partition file, whole or not at all.
 
-    Raises UserError where `settings` names a file, which says how they were drawn, and where a folder is in the way.
+    Raises UserError where `settings` names a file, which says how they were drawn, and where a folder, or any file but
+    one for these samples, is in the way.
     """
     path = Path(path)
     if settings.file:
@@ -100,6 +101,11 @@ def write_partition(path: str | Path, parts: Sequence[np.ndarray], settings: Par
         )
     if path.is_dir():
         raise UserError(f"{path}: is a folder, expected the name of a file to write")
+    if path.is_file() and (there := _parse(path)).fingerprint != task.fingerprint:
+        raise UserError(
+            f"{path}: holds the clients of other samples, of '{there.dataset}' as it was then; delete it, or name "
+            f"another file with --out"
+        )
     content = PartitionFile(
         format=FORMAT,
         dataset=task.name,

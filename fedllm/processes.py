@@ -1,8 +1,8 @@
 """The processes that torchrun or accelerate started, and the messages between rank 0 and each of the others.
 
-A message is JSON and tensors in safetensors' format, never pickle, over a connection that is closed by the system the
-moment either side dies. What is sent goes through the CPU on every device, so that GPUs take the path that the tests
-take.
+A message is JSON and, after it, the tensors' plain bytes, never pickle, over a connection that is closed by the system
+the moment either side dies. What is sent goes through the CPU on every device, so that GPUs take the path that the
+tests take.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -64,8 +63,13 @@ class Links:
 
     def send(self, rank: int, head: dict[str, Any], tensors: State) -> None:
         """Raises OSError where the other end is gone."""
-        self._connections[rank].send_bytes(json.dumps(head).encode())
-        self._connections[rank].send_bytes(save({name: _copy(value) for name, value in tensors.items()}))
+        connection = self._connections[rank]
+        forms = [(name, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()]
+        connection.send_bytes(json.dumps([head, forms]).encode())
+        for value in tensors.values():
+            rest = _bytes(value.detach().cpu().contiguous())
+            while rest:
+                rest = rest[os.write(connection.fileno(), rest) :]
 
     def ready(self, ranks: list[int], timeout: float) -> list[int]:
         """Those that have sent something, or are gone; returns as soon as there is one, or after `timeout` seconds."""
@@ -74,11 +78,20 @@ class Links:
 
     def receive(self, rank: int) -> Message:
         """The next message of a process that is ready. LostError where it is gone."""
+        connection = self._connections[rank]
+        tensors: State = {}
         try:
-            head, packed = self._connections[rank].recv_bytes(), self._connections[rank].recv_bytes()
+            head, forms = json.loads(connection.recv_bytes())
+            for name, dtype, shape in forms:
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                rest = _bytes(tensors[name])
+                while rest:
+                    if not (read := os.readv(connection.fileno(), [rest])):
+                        raise EOFError
+                    rest = rest[read:]
         except (EOFError, OSError) as error:
             raise LostError from error
-        return json.loads(head), load(packed)
+        return head, tensors
 
     def close(self) -> None:
         """Ends the connections, and with them the workers at their other ends. This process is about to end too."""
@@ -89,9 +102,9 @@ class Links:
             torch.distributed.destroy_process_group()
 
 
-def _copy(value: Tensor) -> Tensor:
-    """On the CPU and in memory of its own, as safetensors wants it."""
-    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+def _bytes(value: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return value.reshape(-1).view(torch.uint8).numpy().data
 
 
 def meet() -> Links:

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from rich.table import Table
 
-from fedllm.state import replace_text
+from fedllm.files import replace_text
 
 Section = Literal["data", "forward", "backward", "optimizer", "reduce", "wait", "evaluate", "checkpoint"]
 SECTIONS: tuple[str, ...] = (*get_args(Section), "other")

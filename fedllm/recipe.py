@@ -48,6 +48,7 @@ class Data:
     validation: str | None = setting(None, "your own validation file; without one, `holdout` of train is held out")
     text: list[str] | None = setting(None, "columns of the text, one or two, of your own files")
     label: str | None = setting(None, "column of the label of your own files")
+    regression: bool | None = setting(None, "labels are numbers, not classes; null = where they are not all whole")
     max_length: int = setting(128, "tokens beyond this are cut")
     holdout: float = setting(0.2, "fraction of train held out where there is no validation split")
     holdout_seed: int = setting(0, "seed of the hold-out")
@@ -136,6 +137,9 @@ class Run:
     )
     slices: int | Literal["auto"] = setting(
         "auto", "auto = several samples packed in a row; a number: padded, in that many length-sorted slices"
+    )
+    gradient_checkpointing: bool = setting(
+        False, "keep the inputs of the model's blocks only and compute them again: less memory, a third more time"
     )
     timeout: float = setting(3600.0, "seconds that one process waits for another before the run stops")
     checkpoint_every: int = setting(10, "rounds between checkpoints")

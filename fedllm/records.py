@@ -81,10 +81,15 @@ def start_costs(job: Job, seconds: float) -> dict[str, float]:
 
 
 def partition_summary(job: Job) -> dict[str, Any]:
-    """partition.json: how many samples each client has (sizes [N]), and of each class (counts [N, classes])."""
-    labels, classes = np.asarray(job.task.train.labels), job.task.label_names
+    """partition.json: how many samples each client has (sizes [N]), and of each class (counts [N, classes]); names [N]:
+    the value of the column that a client is, where one tells them apart."""
+    labels, classes, settings = np.asarray(job.task.train.labels), job.task.label_names, job.recipe.partition
     counts = [np.bincount(labels[part], minlength=len(classes)).tolist() for part in job.parts] if classes else None
-    return {"sizes": [len(part) for part in job.parts], "classes": list(classes), "counts": counts}
+    names = None
+    if settings.scheme == "by_column" and settings.file is None:
+        column = job.task.train.columns[str(settings.column)]
+        names = [str(column[part[0]]) for part in job.parts]
+    return {"sizes": [len(part) for part in job.parts], "names": names, "classes": list(classes), "counts": counts}
 
 
 def run_result(

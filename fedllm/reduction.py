@@ -74,6 +74,6 @@ def require_enough(accepted: int, least: int, rejected: Mapping[int, str], index
         return
     reasons = "\n".join(f"  client {client}: {why}" for client, why in sorted(rejected.items()))
     raise RunError(
-        f"round {index + 1}: {accepted} accepted uploads, federation.min_clients asks for {max(1, least)}. "
-        f"The last checkpoint is intact. Rejected:\n{reasons}"
+        f"round {index + 1}: {accepted} accepted uploads, min_clients asks for {max(1, least)}; what was "
+        f"before the round is intact. Rejected:\n{reasons}"
     )

@@ -14,13 +14,13 @@ from fedllm import plots
 from fedllm.client_plots import client_figure, without_clients
 from fedllm.console import console, say, stage, warn
 from fedllm.errors import RunError, UserError
+from fedllm.files import replace_text
 from fedllm.folders import read_runs
 from fedllm.groups import Group, group_runs
 from fedllm.look import save, svg
 from fedllm.page import page
 from fedllm.results import Run, printable
 from fedllm.settings import nearest
-from fedllm.state import replace_text
 from fedllm.summary import Target, summarise
 
 FORMATS = ("html", "md", "csv", "tex", "png", "svg")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from fedllm import checked
 from fedllm.algorithms.base import Algorithm, RoundInfo, State, check_declared
 from fedllm.blocks import BlockPartition
-from fedllm.clients import ClientStore
+from fedllm.clients import ClientFiles, ClientStore, Kept
 from fedllm.crew import Crew
 from fedllm.errors import UserError
 from fedllm.memory import Waves
@@ -117,11 +118,18 @@ def run_info(
     return RoundInfo(0, rounds, num_clients, sampled, tracked, local_steps, blocks)
 
 
-def blank(alg: Algorithm, problem: Problem, info: RoundInfo, x0: Tensor | None = None) -> Federation:
-    """The state before the first round, every vector at its plain initial value."""
+def blank(
+    alg: Algorithm, problem: Problem, info: RoundInfo, x0: Tensor | None = None, folder: Path | None = None
+) -> Federation:
+    """The state before the first round, every vector at its plain initial value. folder: of files in which the clients'
+    vectors are kept, default in memory."""
     x = checked.start(problem, x0)
     x_cpu = x.cpu()
-    store = ClientStore(lambda count: alg.init_clients(x_cpu.expand(count, -1), info))
+
+    def initial(count: int) -> State:
+        return alg.init_clients(x_cpu.expand(count, -1), info)
+
+    store = ClientStore(initial) if folder is None else ClientFiles(initial, folder)
     return Federation(0, x, alg.init_server(x, info), store)
 
 
@@ -134,36 +142,43 @@ def start(
     cohort: int | None = None,
     shares: int = 1,
     crew: Crew | None = None,
+    folder: Path | None = None,
 ) -> Federation:
-    """The state before the first round, after the pass over the data where the algorithm asks for full gradients."""
-    federation = blank(alg, problem, info, x0)
+    """The state before the first round, after the pass over the data where the algorithm asks for full gradients.
+    folder: see `blank`."""
+    federation = blank(alg, problem, info, x0, folder)
     if not alg.needs_full_gradient():
         return federation
     everyone = range(problem.num_clients)
     dealt = deal(dict(zip(everyone, checked.sizes(problem, everyone).tolist(), strict=True)), shares)
     total = torch.zeros_like(federation.x, dtype=torch.float64)
     parts = (crew or Crew()).gradients(
-        federation.x, dealt, cohort, lambda clients: full_gradients(alg, problem, federation.x, info, clients, cohort)
+        federation.x, dealt, cohort, lambda clients: full_gradients(alg, problem, federation, info, clients, cohort)
     )
-    for clients, (part, state) in zip(dealt, parts, strict=True):
+    for part, kept in parts:
         total += part.to(total.device)
-        federation.clients.put(clients, state)
+        federation.clients.commit(kept)
     federation.server = alg.init_server(federation.x, info, (total / problem.num_clients).to(federation.x.dtype))
     return federation
 
 
 def full_gradients(
-    alg: Algorithm, problem: Problem, x: Tensor, info: RoundInfo, clients: Sequence[int], cohort: int | None
-) -> tuple[Tensor, State]:
-    """The sum [d] (float64) of these clients' full gradients at x [d]; the rows {name: [C, ...]} they start from."""
+    alg: Algorithm,
+    problem: Problem,
+    federation: Federation,
+    info: RoundInfo,
+    clients: Sequence[int],
+    cohort: int | None,
+) -> tuple[Tensor, dict[int, Kept]]:
+    """The sum [d] (float64) of these clients' full gradients at x; what they start from, staged."""
+    x = federation.x
     total = torch.zeros_like(x, dtype=torch.float64)
-    states: list[State] = []
+    staged: dict[int, Kept] = {}
     waves = Waves(clients, cohort)
     for chunk, gradients in waves.each(lambda chunk: checked.full_gradient(problem, x, chunk)):
         total += gradients.sum(0, dtype=torch.float64)
-        rows = alg.init_clients(x.expand(len(chunk), -1), info, gradients)
-        states.append({name: value.cpu() for name, value in rows.items()})
-    return total, {name: torch.cat([rows[name] for rows in states]) for name in states[0]}
+        staged |= federation.clients.stage(chunk, alg.init_clients(x.expand(len(chunk), -1), info, gradients))
+    return total, staged
 
 
 def run_round(
@@ -203,8 +218,7 @@ def run_round(
             found.join(part)
         require_enough(found.reduction.clients, plan.min_clients, found.rejected, info.index)
         x, server = aggregate(alg, federation.x, federation.server, found.reduction.result(), info)
-        for accepted, state in found.kept:
-            federation.clients.put(accepted, state)
+        federation.clients.commit(found.kept)
         drift = found.drift.measures()
     federation.x, federation.server, federation.round = x, server, info.index + 1
     train_loss = float(torch.tensor(found.losses, dtype=torch.float64).mean()) if found.losses else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from fedllm.console import RoundProgress, console, say, stage, warn
 from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
 from fedllm.export import save_adapter
+from fedllm.files import replace_text
 from fedllm.layers import parse_yaml
 from fedllm.metrics import metric_for
 from fedllm.profile import Profile, end_round, running, section
@@ -22,8 +24,11 @@ from fedllm.recipe import CHOSEN_KEYS, FREE_KEYS, Recipe, load_recipe
 from fedllm.records import append_line, evaluate, partition_summary, round_line, run_result, start_costs
 from fedllm.results import rounds_to
 from fedllm.rounds import Federation, Plan, blank, run_round, sample, start
-from fedllm.state import Checkpoints, Snapshot, replace_text
+from fedllm.state import Checkpoints, Snapshot
 from fedllm.trackers import Trackers, require_installed
+from fedllm.turns import alone
+
+_CLIENTS = "clients"  # in the run folder while the run lasts; checkpoints have the same files
 
 
 @dataclass(frozen=True)
@@ -55,18 +60,31 @@ def dry_run(recipe: Recipe, crew: Crew | None = None) -> None:
     console.print(plan_table(crew.assemble(recipe, lambda: assemble(recipe, processes=crew.size))))
 
 
-def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None, *, profile: bool = False) -> RunResult:
+def run(
+    recipe: Recipe,
+    shelf: Shelf | None = None,
+    crew: Crew | None = None,
+    *,
+    profile: bool = False,
+    wait: bool = False,
+) -> RunResult:
     """Runs a recipe; see run_recipe. shelf: what it may share with the recipes run before and after it. crew: the
     processes that do it, default this one alone. profile: measure where this process's time goes, print it at the end
-    and leave it in the run folder's profile.json."""
+    and leave it in the run folder's profile.json. wait: where another process is at work on the run, until it ends,
+    instead of a BusyError."""
     crew = crew or Crew()
     folder = run_folder(recipe)
     _check_folder(folder, recipe)
-    if (folder / "result.json").is_file():
-        say(f"{folder} is finished already; its result stands. For a new run choose another run.dir")
-        if not (folder / "curves.png").is_file():
-            _plot(folder)
-        return _read(folder)
+    with alone(folder, wait=wait and crew.size == 1):  # workers do not wait for a captain that is silent for long
+        if (folder / "result.json").is_file():
+            say(f"{folder} is finished already; its result stands. For a new run choose another run.dir")
+            if not (folder / "curves.png").is_file():
+                _plot(folder)
+            return _read(folder)
+        return _run(recipe, folder, shelf, crew, profile)
+
+
+def _run(recipe: Recipe, folder: Path, shelf: Shelf | None, crew: Crew, profile: bool) -> RunResult:
     require_installed(recipe.run.trackers)
     checkpoints = Checkpoints(folder / "checkpoints", warn)
     snapshot = checkpoints.latest()
@@ -76,13 +94,9 @@ def run(recipe: Recipe, shelf: Shelf | None = None, crew: Crew | None = None, *,
         _check_data(job, snapshot, folder)
     for note in job.task.notes:
         say(note, "dim")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run.dir={folder}: cannot be made: {error}") from error
     replace_text(folder / "recipe.yaml", recipe.yaml())
     replace_text(folder / "partition.json", json.dumps(partition_summary(job)) + "\n")
-    federation, metrics, facts = _begin(job, snapshot, crew)
+    federation, metrics, facts = _begin(job, snapshot, crew, _client_files(folder, crew))
     replace_text(folder / "start.json", json.dumps(facts["start"]) + "\n")
     watch = None
     if profile:
@@ -153,13 +167,26 @@ def _as_before(recipe: Recipe, snapshot: Snapshot | None) -> Recipe:
     return replace(recipe, run=replace(recipe.run, **before))
 
 
-def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation, list[dict[str, Any]], dict[str, Any]]:
+def _client_files(folder: Path, crew: Crew) -> Path:
+    """An empty folder, known to the crew, for the vectors that clients keep while the run lasts."""
+    files = (folder / _CLIENTS).resolve()
+    shutil.rmtree(files, ignore_errors=True)
+    files.mkdir()
+    crew.share(files)
+    return files
+
+
+def _begin(
+    job: Job, snapshot: Snapshot | None, crew: Crew, files: Path
+) -> tuple[Federation, list[dict[str, Any]], dict[str, Any]]:
     """The state to go on from, the metrics up to there, and the facts of the run that every checkpoint repeats."""
     if snapshot is None:
         began, shares = time.perf_counter(), _shares(job.recipe, crew)
         what = "full local gradients at x0" if job.algorithm.needs_full_gradient() else "starting"
         with stage(what):
-            federation = start(job.algorithm, job.problem, job.info, cohort=job.cohort, shares=shares, crew=crew)
+            federation = start(
+                job.algorithm, job.problem, job.info, cohort=job.cohort, shares=shares, crew=crew, folder=files
+            )
         facts: dict[str, Any] = {
             "cohort": job.cohort,
             "slices": job.recipe.run.slices,
@@ -173,7 +200,7 @@ def _begin(job: Job, snapshot: Snapshot | None, crew: Crew) -> tuple[Federation,
             "start": start_costs(job, time.perf_counter() - began),
         }
         return federation, [], facts
-    federation = blank(job.algorithm, job.problem, job.info)
+    federation = blank(job.algorithm, job.problem, job.info, folder=files)
     snapshot.restore(federation)
     say(f"going on after round {snapshot.round} of {job.info.total}")
     for name in ("threads", "precision"):
@@ -280,6 +307,7 @@ def _finish(
     try:
         save_adapter(job.model, folder / "adapter", job.backbone.base_name, job.backbone.tokenizer)
         result = run_result(job, federation, metrics, facts)
+        shutil.rmtree(folder / _CLIENTS, ignore_errors=True)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")
         picture = _plot(folder)
     except OSError as error:

@@ -6,6 +6,7 @@ Each scheme returns `owner` [n]: the client of each sample, or -1 where it has n
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +37,8 @@ def partition(
     """The samples of each client: sorted, disjoint int64 indices into `labels` [n].
 
     scheme: dirichlet_classes, dirichlet_clients, iid or shards, each a function below; or by_column, a client for each
-    distinct value of `column` [n], in sorted order. Regression targets are cut into `bins` quantile classes.
+    distinct value of `column` [n], sorted, whole numbers first; 1, 1.0 and "1" are one. Regression targets are cut into
+    `bins` quantile classes.
     min_size: samples that every client must have. A draw that breaks it is repeated up to 20 times; of these draws, the
     one that lacks fewest is then topped up with random samples of the largest clients. by_column is never topped up.
     All draws come from `seed`. Raises UserError naming the argument that is wrong.
@@ -121,23 +123,29 @@ def _by_column(column: Sequence[Any] | None, n: int, clients: int | None, min_si
     if column is None or len(column) != n:
         found = "none" if column is None else f"{len(column)} values"
         raise UserError(f"partition.column: scheme by_column needs a column of {n} values, found {found}")
-    holders: dict[Any, list[int]] = {}
+    holders: dict[str, list[int]] = {}
     for sample, value in enumerate(column):
         if value is None or value != value:
             raise UserError(f"partition.column: row {sample + 1} has no value; every sample must belong to a client")
-        holders.setdefault(value if isinstance(value, int | float) else str(value), []).append(sample)
+        whole = isinstance(value, float) and value.is_integer()
+        holders.setdefault(str(int(value) if whole else value), []).append(sample)
     if clients not in (None, len(holders)):
         raise UserError(
             f"partition.clients={clients}: the column has {len(holders)} distinct values, one client each; "
             f"set partition.clients to null or {len(holders)}"
         )
-    short = [f"{value!r} ({len(samples)})" for value, samples in holders.items() if len(samples) < min_size]
+    short = [f"{name!r} ({len(samples)})" for name, samples in holders.items() if len(samples) < min_size]
     if short:
         raise UserError(
             f"partition.min_size={min_size}: fewer samples for {', '.join(short[:5])}"
             f"{', ...' if len(short) > 5 else ''}; lower it or drop those rows"
         )
-    return [np.array(holders[value]) for value in sorted(holders, key=lambda value: (isinstance(value, str), value))]
+    return [np.array(holders[name]) for name in sorted(holders, key=_numbers_first)]
+
+
+def _numbers_first(name: str) -> tuple[bool, int, str]:
+    whole = name.removeprefix("-").isdecimal()
+    return not whole, int(name) if whole else 0, name
 
 
 def iid(n: int, clients: int, rng: np.random.Generator) -> np.ndarray:
@@ -176,8 +184,9 @@ def dirichlet_classes(classes: np.ndarray, clients: int, alpha: float, rng: np.r
 def dirichlet_clients(classes: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
     """Every client n // clients samples, of classes drawn from its own mix ~ Dir(alpha); the rest has no client.
 
-    Hsu et al. 2019, with a uniform prior over the classes. Clients draw in random turns. Once a class has run out, a
-    client draws from its mix over the classes that remain.
+    Hsu et al. 2019, with a uniform prior over the C classes. alpha is each class's; where Dir(alpha p) is written, with
+    a prior p that sums to 1, it is C times ours. Clients draw in random turns. Once a class has run out, a client draws
+    from its mix over the classes that remain.
     """
     pools = [rng.permutation(np.flatnonzero(classes == label)) for label in range(classes.max() + 1)]
     log_mix = _log_dirichlet(alpha, (clients, len(pools)), rng)
@@ -209,8 +218,12 @@ def top_up(owner: np.ndarray, clients: int, min_size: int, rng: np.random.Genera
     """`owner` with clients short of min_size given random samples, one by one, of the client largest at that moment."""
     owner = owner.copy()
     held = [rng.permutation(np.flatnonzero(owner == client)).tolist() for client in range(clients)]
+    largest = [(-len(samples), client) for client, samples in enumerate(held)]
+    heapq.heapify(largest)
     for client, samples in enumerate(held):
         while len(samples) < min_size:
-            samples.append(max(held, key=len).pop())
+            giver = largest[0][1]
+            samples.append(held[giver].pop())
+            heapq.heapreplace(largest, (-len(held[giver]), giver))
         owner[samples] = client
     return owner

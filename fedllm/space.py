@@ -48,14 +48,16 @@ class ParameterSpace:
         }
 
     def gather(self, module: nn.Module, *, grad: bool = False) -> Tensor:
-        """The module's trainable values, or their gradients (zeros where there is none), as one vector [d]."""
+        """The module's trainable values, or their gradients (zeros where there is none), as one vector [d] of float32
+        at least."""
         values = dict(module.named_parameters())
         tensors = [values[name].grad if grad else values[name].detach() for name in self.names]
         flat = [
             torch.zeros(size, device=values[name].device) if tensor is None else tensor.detach().reshape(-1)
             for name, size, tensor in zip(self.names, self.sizes, tensors, strict=True)
         ]
-        return torch.cat(flat)
+        joined = torch.cat(flat)
+        return joined.to(torch.promote_types(joined.dtype, torch.float32))
 
     @torch.no_grad()
     def scatter(self, module: nn.Module, x: Tensor) -> None:

@@ -2,46 +2,47 @@
 
 checkpoints/000010/manifest.json                 round, facts of the run, sha256 of every other file
                    server.safetensors            x and the server's vectors
-                   clients/7.safetensors         one client's vectors; a hard link while they have not changed
+                   clients/7.safetensors         one client's vectors; a hard link of ClientFiles' own file
                    metrics.jsonl                 the metrics up to this round
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fedllm.algorithms.base import State
+from fedllm.clients import Stored
 from fedllm.errors import RunError, UserError
+from fedllm.files import digest, link, sync, write_tensors, write_text
 
 if TYPE_CHECKING:
     from fedllm.rounds import Federation
 
 _MANIFEST, _SERVER, _METRICS = "manifest.json", "server.safetensors", "metrics.jsonl"
 _KEEP = 2
-_WRITERS = 16  # files on their way to the disk at once: what takes time is its word that one is there
+_THREADS = 16  # files on their way to or from the disk at once: what takes time is its word that one is there
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds. facts: what the run chose for itself and must choose again, such as the cohort size."""
+    """What a checkpoint holds. clients: their files in it. facts: what the run chose for itself and must choose again,
+    such as the cohort size."""
 
     round: int
     x: Tensor
     server: State
-    clients: dict[int, State]
+    clients: dict[int, Stored]
     metrics: list[dict[str, Any]]
     facts: dict[str, Any]
 
@@ -58,9 +59,7 @@ class Snapshot:
         federation.round = self.round
         federation.x = self.x.to(device)
         federation.server = {name: value.to(device) for name, value in self.server.items()}
-        for client, state in self.clients.items():
-            federation.clients.put([client], {name: value[None] for name, value in state.items()})
-        federation.clients.changed.clear()
+        federation.clients.commit(self.clients)
 
 
 def _pairs(ours: State, theirs: State) -> list[tuple[str, Tensor, Tensor | None]]:
@@ -86,11 +85,11 @@ class Checkpoints:
             (aside / "clients").mkdir(parents=True)
             files = self._write(aside, federation, metrics, previous)
             manifest = {"format": 1, "round": federation.round, "facts": facts, "files": files}
-            _write_text(aside / _MANIFEST, json.dumps(manifest, indent=1))
+            write_text(aside / _MANIFEST, json.dumps(manifest, indent=1))
             if final.exists():
                 shutil.rmtree(final)
             aside.rename(final)
-            _sync(self.folder)
+            sync(self.folder)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             kept = f"the checkpoint of round {int(previous.name)} is intact" if previous else "there is no earlier one"
@@ -98,7 +97,6 @@ class Checkpoints:
                 f"the checkpoint of round {federation.round} could not be written to {self.folder}: {error}; {kept}. "
                 f"Make room and start the same command again"
             ) from error
-        federation.clients.changed.clear()
         for old in self._newest()[_KEEP:]:
             shutil.rmtree(old, ignore_errors=True)
         return final
@@ -121,83 +119,48 @@ class Checkpoints:
     ) -> dict[str, str]:
         """Writes all files but the manifest; returns their digests by relative path."""
         server = {"x": federation.x, **{f"server/{name}": value for name, value in federation.server.items()}}
-        files = {_SERVER: _write_tensors(aside / _SERVER, server)}
+        files = {_SERVER: write_tensors(aside / _SERVER, server)}
         text = "".join(json.dumps(line) + "\n" for line in metrics)
-        files[_METRICS] = _write_text(aside / _METRICS, text)
-        before: dict[str, str] = {}
-        if previous is not None:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                before = json.loads((previous / _MANIFEST).read_text())["files"]
-        new: dict[str, State] = {}
-        for client, state in federation.clients.known().items():
+        files[_METRICS] = write_text(aside / _METRICS, text)
+        for client, kept in federation.clients.known().items():
+            assert isinstance(kept, Stored), "a run keeps its clients' vectors in files"
             name = f"clients/{client}.safetensors"
-            if client not in federation.clients.changed and name in before and previous is not None:
-                with contextlib.suppress(OSError):
-                    os.link(previous / name, aside / name)
-                    files[name] = before[name]
-                    continue
-            new[name] = state
-        with ThreadPoolExecutor(_WRITERS) as pool:
-            digests = pool.map(_write_tensors, (aside / name for name in new), new.values())
-            return files | dict(zip(new, digests, strict=True))
+            link(kept.path, aside / name)
+            files[name] = kept.sha256
+
+        def settle(name: str) -> None:
+            if previous is None or not _same_file(previous / name, aside / name):
+                sync(aside / name)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(settle, files))
+        return files
 
 
 def _load(folder: Path) -> Snapshot:
     manifest = json.loads((folder / _MANIFEST).read_text())
-    for name, digest in manifest["files"].items():
+    files: dict[str, str] = manifest["files"]
+    for name in files:
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{name} leads out of the checkpoint")
         if not path.is_file():
             raise ValueError(f"{name} is missing")
-        if _digest(path) != digest:
-            raise ValueError(f"{name} does not match its digest")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(digest, (folder / name for name in files))
+    if damaged := [name for name, now in zip(files, found, strict=True) if now != files[name]]:
+        raise ValueError(f"{damaged[0]} does not match its digest")
     tensors = load_file(folder / _SERVER)
     server = {name.removeprefix("server/"): value for name, value in tensors.items() if name.startswith("server/")}
-    names = [name for name in manifest["files"] if name.startswith("clients/")]
-    clients = {int(Path(name).stem): load_file(folder / name) for name in names}
+    clients = {
+        int(Path(name).stem): Stored(folder / name, files[name]) for name in files if name.startswith("clients/")
+    }
     metrics = [json.loads(line) for line in (folder / _METRICS).read_text().splitlines()]
     return Snapshot(int(manifest["round"]), tensors["x"], server, clients, metrics, manifest["facts"])
 
 
-def _write_tensors(path: Path, tensors: State) -> str:
-    save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, path)
-    _sync(path)
-    return _digest(path)
-
-
-def _write_text(path: Path, text: str) -> str:
-    path.write_text(text, encoding="utf-8")
-    _sync(path)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file aside and renames it, so that it is never half written. RunError where it cannot be written."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+def _same_file(one: Path, other: Path) -> bool:
     try:
-        _write_text(aside, text)
-        aside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise RunError(f"{path} could not be written: {error}") from error
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with _descriptor(path) as descriptor:
-        os.fsync(descriptor)
-
-
-@contextlib.contextmanager
-def _descriptor(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        return one.samefile(other)
+    except OSError:
+        return False

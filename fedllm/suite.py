@@ -19,6 +19,7 @@ from fedllm.assemble import with_dir
 from fedllm.console import console, say, warn
 from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
+from fedllm.files import replace_text
 from fedllm.layers import read_layers
 from fedllm.look import metric_name
 from fedllm.models import check_available
@@ -27,8 +28,8 @@ from fedllm.recipe import Recipe, load_recipe
 from fedllm.results import printable
 from fedllm.run import RunResult, run
 from fedllm.settings import nearest
-from fedllm.state import replace_text
 from fedllm.summary import in_markdown, markdown_table
+from fedllm.turns import BusyError, in_turn
 
 _NONE = "-"
 _SCORES = "scores.csv"
@@ -96,9 +97,9 @@ def run_suite(
 
     model: of Suite.models; None: the first that can be had, which is said. algorithm: None for the recipes' own.
     overrides: "section.key=value", for every run. Runs live in out/<recipe>-s<seed>, are resumed where they were
-    interrupted, and kept where they are finished. A task that cannot be run is named, and the others go on. beside: a
-    CSV of scores for a column of their own; None: the paper's, where recipes/paper/<suite>_<model>_<algorithm>.csv
-    holds them. crew: see run.
+    interrupted, and kept where they are finished; those that another process is at work on come last. A task that
+    cannot be run is named, and the others go on. beside: a CSV of scores for a column of their own; None: the paper's,
+    where recipes/paper/<suite>_<model>_<algorithm>.csv holds them. crew: see run.
     Raises UserError for mistakes in what was given, before anything runs.
     """
     suite = SUITES[name]
@@ -111,16 +112,21 @@ def run_suite(
     paper = recipes / "paper" / f"{name}_{chosen}_{used}.csv"
     other = beside or (paper if paper.is_file() else None)
     column = Beside.read(other, suite.tasks) if other else None
-    results: list[RunResult | None] = []
-    for number, recipe in enumerate(loaded, 1):
-        say(f"{number} of {len(loaded)}: {recipe.name}", "bold")
+    found: dict[str, RunResult] = {}
+
+    def attempt(recipe: Recipe, wait: bool) -> None:
+        say(f"{loaded.index(recipe) + 1} of {len(loaded)}: {recipe.name}", "bold")
         try:
-            results.append(run(with_dir(recipe, out / f"{recipe.name}-s{recipe.run.seed}"), crew=crew))
+            found[recipe.name] = run(with_dir(recipe, out / f"{recipe.name}-s{recipe.run.seed}"), crew=crew, wait=wait)
         except StoppedError:
             raise
         except (UserError, RunError) as error:
+            if isinstance(error, BusyError) and not wait:
+                raise
             warn(f"{recipe.name} cannot be run: {error}")
-            results.append(None)
+
+    in_turn(loaded, attempt)
+    results = [found.get(recipe.name) for recipe in loaded]
     table = ScoreTable(_caption(chosen, loaded[0]), suite.tasks, results, column)
     folder = out / f"report-{name}-{chosen}-{used}-s{loaded[0].run.seed}"
     table.write(folder)

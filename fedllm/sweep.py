@@ -15,6 +15,7 @@ from fedllm.assemble import Shelf, with_dir
 from fedllm.console import say, warn
 from fedllm.crew import Crew
 from fedllm.errors import RunError, UserError
+from fedllm.files import replace_text
 from fedllm.folders import load_run
 from fedllm.layers import parse_yaml
 from fedllm.metrics import METRICS
@@ -24,9 +25,9 @@ from fedllm.report import report
 from fedllm.results import LOSS, setting_text
 from fedllm.run import run
 from fedllm.settings import build, nearest, setting
-from fedllm.state import replace_text
 from fedllm.summary import markdown_table
 from fedllm.tasks import TASKS
+from fedllm.turns import BusyError, alone, in_turn
 
 Overrides = dict[str, Any]
 
@@ -133,7 +134,7 @@ def sweep(
     <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. only: the cases to run; the tables
     show what there is of the others too. crew: see run.
     Cells that are finished are skipped, and one that was cut off goes on, so that the same command may be given until
-    all is done.
+    all is done; given several times at once, each process takes cells that no other one is at work on.
     Raises UserError for a mistake in any cell before the first one runs; RunError at the end if some cells failed.
     """
     plan = load_grid(grid)
@@ -142,19 +143,27 @@ def sweep(
     total = sum(len(members) for case, members in cases.items() if not only or case in only)
     say(f"{total} {'cells' if total > 1 else 'cell'} into {out}" + (f", for {plan.feeds}" if plan.feeds else ""))
     runner = _Runner(crew)
-    folders = []
+    folders: list[Path] = []
+    todo: dict[Path, Recipe] = {}
     for case, members in cases.items():
         if only and case not in only:
             folders += [folder for cell in members for folder in _folders(cell, plan, str(recipe), out).values()]
             continue
-        for cell in _best(members, plan.choose, plan, str(recipe), out, runner) if plan.choose else members:
-            for seed, folder in _folders(cell, plan, str(recipe), out).items():
-                folders.append(folder)
-                runner.run(cell.recipe(str(recipe), {"run.seed": seed}), folder)
+        if plan.choose:
+            members = _best(members, plan.choose, plan, str(recipe), out, runner)
+        runs = {
+            folder: cell.recipe(str(recipe), {"run.seed": seed})
+            for cell in members
+            for seed, folder in _folders(cell, plan, str(recipe), out).items()
+        }
+        folders += runs
+        todo |= runs
+    runner.run(todo)
     if plan.choose:
         _write_trials(out, plan.choose, [cell for members in cases.values() for cell in members])
     if done := [folder for folder in folders if (folder / "metrics.jsonl").is_file()]:
-        report(done, out / "report")
+        with alone(out / "report", wait=True):
+            report(done, out / "report")
     if runner.failed:
         raise RunError(f"{len(runner.failed)} runs of the sweep failed:\n  " + "\n  ".join(runner.failed))
     return out
@@ -228,18 +237,26 @@ def _folders(cell: Cell, plan: Grid, recipe: str, out: Path) -> dict[int, Path]:
 
 
 class _Runner:
-    """Runs one recipe after the other; a run that cannot go on is noted and the next one begins."""
+    """Runs one recipe after the other; a run that cannot go on is noted and the next one begins. What another process
+    is at work on comes last."""
 
     def __init__(self, crew: Crew | None) -> None:
         self.failed: list[str] = []
         self._shelf, self._crew = Shelf(), crew
 
-    def run(self, recipe: Recipe, folder: Path) -> None:
+    def run(self, recipes: Mapping[Path, Recipe]) -> None:
+        in_turn(recipes, lambda folder, wait: self._run(recipes[folder], folder, wait))
+
+    def _run(self, recipe: Recipe, folder: Path, wait: bool) -> None:
         say(str(folder), "bold")
         try:
-            run(with_dir(recipe, folder), self._shelf, self._crew)
+            run(with_dir(recipe, folder), self._shelf, self._crew, wait=wait)
         except StoppedError:
             raise
+        except BusyError as error:
+            if not wait:
+                raise
+            self.failed.append(str(error))
         except RunError as error:
             warn(f"{folder}: {error}")
             self.failed.append(f"{folder}: {error}")
@@ -252,12 +269,11 @@ def _best(members: list[Cell], choose: Choose, plan: Grid, recipe: str, out: Pat
     if len(members) == 1:
         return members
     seed = {"run.seed": plan.seeds[0]} if plan.seeds else {}
-    values: dict[Cell, float] = {}
-    for cell in members:
-        trial = cell.recipe(recipe, choose.set | seed | {"federation.rounds": choose.rounds})
-        runner.run(trial, folder := out / "trials" / cell.name)
-        if (value := _outcome(folder, choose.by)) is not None:
-            values[cell] = value
+    trials = {cell: out / "trials" / cell.name for cell in members}
+    length = {"federation.rounds": choose.rounds}
+    runner.run({folder: cell.recipe(recipe, choose.set | seed | length) for cell, folder in trials.items()})
+    outcomes = {cell: _outcome(folder, choose.by) for cell, folder in trials.items()}
+    values = {cell: value for cell, value in outcomes.items() if value is not None}
     if not values:
         return []
     best = (min if choose.by == LOSS else max)(values, key=lambda cell: values[cell])

@@ -17,6 +17,7 @@ from fedllm.errors import UserError
 from fedllm.settings import nearest
 
 Columns = dict[str, list[Any]]
+_MISSING = {"NA", "N/A", "NULL", "null"}  # as programs write a number that is not there
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ class Table:
         return values
 
 
-def read_table(path: Path, text: Sequence[str] = ()) -> Table:
+def read_table(path: Path, text: Sequence[str] = (), label: str = "") -> Table:
     """A .csv, .tsv, .json, .jsonl or .parquet file, or a folder with one folder of .txt files per class.
 
-    CSV: UTF-8, a header line, then rows; an unquoted empty cell is missing; a column whose every cell is a number holds
-    numbers, unless `text` names it or a cell begins with a needless zero, as ids such as 007 do. JSON: one object a
-    line, or one list of objects.
+    CSV: UTF-8, a header line, then rows; an unquoted empty cell is missing, and so is NA among numbers; a column whose
+    every cell is a number holds numbers, unless `text` names it or they look like ids: a cell begins with a needless
+    zero (007), or not all are whole (1.10) and it is not the `label`. JSON: one object a line, or one list of objects.
     Raises UserError for another kind of file, one that does not parse, and one without rows.
     """
     if path.is_dir():
@@ -89,14 +90,14 @@ def read_table(path: Path, text: Sequence[str] = ()) -> Table:
     if not path.stat().st_size:
         raise UserError(f"{path}: the file is empty")
     try:
-        columns = reader(path, text)
+        columns, classes = reader(path, text, label), _declared_classes(path)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     except RecursionError as error:
         raise UserError(f"{path}: not a readable {path.suffix} file: its values nest too deeply") from error
     except (ValueError, OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: not a readable {path.suffix} file: {error}") from error
-    table = Table(str(path), columns)
+    table = Table(str(path), columns, classes)
     if not len(table):
         raise UserError(f"{path}: the file holds no rows")
     return table
@@ -110,15 +111,23 @@ def _columns(table: pa.Table) -> Columns:
     return columns
 
 
-def _read_csv(path: Path, text: Sequence[str]) -> Columns:
+def _read_csv(path: Path, text: Sequence[str], label: str) -> Columns:
     content = path.read_bytes()
     content.decode("utf-8")  # here, where the byte that is not can be named
     table = _parse_csv(content, path, text)
+    if path.suffix.lower() == ".tsv":
+        _require_closed_quotes(table)
     columns, numbers = _columns(table), _numeric(table)
+    for name, values in columns.items():
+        if name not in text and not _MISSING.isdisjoint(values) and all(map(_is_number, {*values} - _MISSING)):
+            columns[name] = [None if value in _MISSING else value for value in values]
     if not numbers:
         return columns
     written = _parse_csv(content, path, numbers)
-    return columns | {name: written[name].to_pylist() for name in numbers if _has_needless_zero(written[name])}
+    # Two ids may be one number: 7 and 007; 1.1 and 1.10, or two of 20 digits, which are read as floats.
+    floats = {name for name in numbers if name != label and pa.types.is_floating(table[name].type)}
+    ids = (name for name in numbers if name in floats or _has_needless_zero(written[name]))
+    return columns | {name: written[name].to_pylist() for name in ids}
 
 
 def _parse_csv(content: bytes, path: Path, text: Sequence[str]) -> pa.Table:
@@ -137,16 +146,36 @@ def _parse_csv(content: bytes, path: Path, text: Sequence[str]) -> pa.Table:
     )
 
 
+def _require_closed_quotes(table: pa.Table) -> None:
+    """Many a .tsv has quotes that are plain letters: one that begins a cell would swallow the rows up to the next."""
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pa.types.is_string(column.type):
+            tabs, ends = (pa_compute.match_substring(column, mark) for mark in ("\t", "\n"))
+            if (row := pa_compute.index(pa_compute.and_(tabs, ends), True).as_py()) >= 0:
+                raise ValueError(
+                    f"row {row + 1}, column '{name}': a quote at its beginning takes in tabs and line ends; if it is a "
+                    f"letter like others, save the file as JSON lines or as a quoted CSV"
+                )
+
+
 def _numeric(table: pa.Table) -> list[str]:
     kinds = zip(table.column_names, table.schema.types, strict=True)
     return [name for name, kind in kinds if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
+
+
+def _is_number(written: Any) -> bool:
+    try:
+        float(written)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _has_needless_zero(written: pa.ChunkedArray) -> bool:
     return bool(pa_compute.any(pa_compute.match_substring_regex(written, r"^\s*[+-]?0[0-9]")).as_py())
 
 
-def _read_json(path: Path, _: Sequence[str]) -> Columns:
+def _read_json(path: Path, *_: object) -> Columns:
     content = path.read_text(encoding="utf-8-sig")
     if content.lstrip().startswith("["):
         records = json.loads(content)
@@ -157,7 +186,9 @@ def _read_json(path: Path, _: Sequence[str]) -> Columns:
                 try:
                     records.append(json.loads(line))
                 except json.JSONDecodeError as error:
-                    raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
+                    raise ValueError(
+                        f"line {number}, column {error.colno}: {error.msg}; expected an object a line, or one list"
+                    ) from error
     for row, record in enumerate(records, 1):
         if not isinstance(record, dict):
             raise ValueError(f"row {row} is {record!r}, expected an object of column names and values")
@@ -165,11 +196,20 @@ def _read_json(path: Path, _: Sequence[str]) -> Columns:
     return {name: [record.get(name) for record in records] for name in names}
 
 
-def _read_parquet(path: Path, _: Sequence[str]) -> Columns:
+def _read_parquet(path: Path, *_: object) -> Columns:
     return _columns(pa_parquet.ParquetFile(path).read())
 
 
-READERS: dict[str, Callable[[Path, Sequence[str]], Columns]] = {
+def _declared_classes(path: Path) -> dict[str, tuple[str, ...]]:
+    """The names of classes that the datasets library wrote into a parquet file."""
+    if path.suffix.lower() != ".parquet":
+        return {}
+    written = json.loads((pa_parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}"))
+    kinds = written.get("info", {}).get("features", {}).items()
+    return {name: tuple(kind["names"]) for name, kind in kinds if isinstance(kind, dict) and kind.get("names")}
+
+
+READERS: dict[str, Callable[[Path, Sequence[str], str], Columns]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".json": _read_json,

@@ -16,8 +16,8 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 
 from fedllm.console import warn
 from fedllm.errors import UserError
+from fedllm.files import replace_text
 from fedllm.quiet import quiet
-from fedllm.state import replace_text
 
 PROJECT = "fedllm"
 

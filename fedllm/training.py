@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedllm import checked
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, State, clip
+from fedllm.clients import Kept, pack_kept, unpack_kept
 from fedllm.drift import Drift
 from fedllm.errors import UserError
 from fedllm.memory import Waves
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 class Share:
     """What the training of some of a round's clients gave.
 
-    kept: accepted clients with the rows {name: [C, ...]} that they keep. losses: of the accepted clients, each the mean
+    kept: what the accepted clients keep, staged. losses: of the accepted clients, each the mean
     over its steps. rejected: client -> why. bytes_up: of all uploads; most_up: of the largest. slowest: seconds of the
     slowest client, see RoundReport. forced: the cohort size that memory forced on it, see Waves.
     """
 
     reduction: Reduction
     drift: Drift
-    kept: list[tuple[list[int], State]] = field(default_factory=list)
+    kept: dict[int, Kept] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)
     bytes_up: int = 0
@@ -55,7 +56,7 @@ class Share:
                 total += theirs[name].to(total.device)
         for name, count in other.reduction.counts.items():
             self.reduction.counts[name] += count
-        self.kept += other.kept
+        self.kept |= other.kept
         self.losses += other.losses
         self.rejected |= other.rejected
         self.bytes_up += other.bytes_up
@@ -64,24 +65,23 @@ class Share:
 
     def pack(self) -> tuple[dict[str, Any], State]:
         """The share as JSON data and tensors, for another process."""
+        files, tensors = pack_kept(self.kept)
         head = {
             "counts": self.reduction.counts,
-            "kept": [accepted for accepted, _ in self.kept],
+            "files": files,
             "losses": self.losses,
             "rejected": list(self.rejected.items()),
             "numbers": [self.bytes_up, self.most_up, self.slowest, self.forced],
         }
-        tensors = {f"upload/{name}": value for name, value in self.reduction.sums.items()}
+        tensors |= {f"upload/{name}": value for name, value in self.reduction.sums.items()}
         tensors |= {f"drift/{name}": value for name, value in self.drift.sums.items()}
-        for place, (_, rows) in enumerate(self.kept):
-            tensors |= {f"kept/{place}/{name}": value for name, value in rows.items()}
         return head, tensors
 
     def unpack(self, head: dict[str, Any], tensors: State) -> Share:
         """An empty share filled with what another one packed."""
         self.reduction.sums, self.drift.sums = under("upload/", tensors), under("drift/", tensors)
         self.reduction.counts = head["counts"]
-        self.kept = [(accepted, under(f"kept/{place}/", tensors)) for place, accepted in enumerate(head["kept"])]
+        self.kept = unpack_kept(head["files"], tensors)
         self.losses, self.rejected = head["losses"], dict(head["rejected"])
         self.bytes_up, self.most_up, self.slowest, self.forced = head["numbers"]
         return self
@@ -147,7 +147,7 @@ def train_share(
             if good:
                 reduction.add(upload, rows, good, _weights(alg, problem, accepted, federation.x))
                 share.drift.add(federation.x, local, good)
-                share.kept.append((accepted, {name: value[good] for name, value in state.items()}))
+                share.kept |= federation.clients.stage(accepted, {name: value[good] for name, value in state.items()})
                 share.losses += [] if loss is None else loss[good].tolist()
         del local  # before the next cohort makes its own
         share.slowest = max(share.slowest, (time.perf_counter() - began) * max(counts) / sum(counts))

@@ -15,12 +15,12 @@ from rich.table import Table
 from fedllm.assemble import Job, assemble
 from fedllm.console import console, say, stage
 from fedllm.errors import RunError, UserError
+from fedllm.files import replace_text
 from fedllm.processes import size as processes
 from fedllm.recipe import CHOSEN_KEYS, Recipe, load_recipe
 from fedllm.recipe_edit import with_keys
 from fedllm.rounds import Federation, blank, local_steps, sample
 from fedllm.sizing import Need, usable_memory
-from fedllm.state import replace_text
 from fedllm.training import deal, train_share
 
 STEPS = 2  # local steps of each client that are timed

@@ -6,10 +6,12 @@ import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fedllm.algorithms.base import State
 from fedllm.assemble import Job, Shelf, assemble
+from fedllm.clients import pack_kept, unpack_kept
 from fedllm.console import console
 from fedllm.errors import RunError, UserError
 from fedllm.processes import Links, LostError, Message
@@ -41,6 +43,7 @@ class _Worker:
     def __init__(self, links: Links) -> None:
         self._links, self._shelf = links, Shelf()
         self._job: Job | None = None
+        self._folder: Path | None = None
 
     def do(self, head: dict[str, Any], tensors: State) -> Message:
         try:
@@ -49,6 +52,8 @@ class _Worker:
                 self._job = None
                 self._job = assemble(recipe, shelf=self._shelf, processes=self._links.size)
                 return {"data": self._job.data}, {}
+            if head["do"] == "share":
+                return self._share(Path(head["folder"]), head["token"])
             assert self._job is not None
             tasks: dict[str, Callable[..., Message]] = {
                 "train": self._train, "gradients": self._gradients, "logits": self._logits
@@ -59,19 +64,26 @@ class _Worker:
         except Exception:
             return {"error": traceback.format_exc(), "kind": "Exception"}, {}
 
+    def _share(self, folder: Path, token: str) -> Message:
+        """Whether this process sees rank 0's folder, or only one of that name on another machine, or none."""
+        try:
+            found = (folder / "probe").read_text() == token
+        except OSError:
+            found = False
+        self._folder = folder if found else None
+        return {"found": found}, {}
+
     def _train(self, job: Job, head: dict[str, Any], tensors: State) -> Message:
         device = job.machine.device
         info = replace(job.info, index=head["round"])
-        federation = blank(job.algorithm, job.problem, info)
+        federation = blank(job.algorithm, job.problem, info, folder=self._folder)
         federation.x = tensors["x"].to(device)
         federation.server = {name: value.to(device) for name, value in under("server/", tensors).items()}
+        federation.clients.commit(unpack_kept(head["files"], tensors))
         answers: list[dict[str, Any]] = []
         found: State = {}
         cohort = head["cohort"]
         for place, share in enumerate(head["shares"]):
-            for client in share:
-                kept = under(f"client/{client}/", tensors)
-                federation.clients.put([client], {name: value[None] for name, value in kept.items()})
             steps = local_steps(job.problem, share, info)
             tracked = set(head["tracked"])
             trained = train_share(job.algorithm, job.problem, federation, info, steps, tracked, cohort, self._check)
@@ -87,13 +99,16 @@ class _Worker:
             raise RunError("rank 0 has given this task up")
 
     def _gradients(self, job: Job, head: dict[str, Any], tensors: State) -> Message:
-        x = tensors["x"].to(job.machine.device)
+        federation = blank(job.algorithm, job.problem, job.info, folder=self._folder)
+        federation.x = tensors["x"].to(job.machine.device)
+        answers: list[dict[str, Any]] = []
         found: State = {}
         for place, share in enumerate(head["shares"]):
-            total, state = full_gradients(job.algorithm, job.problem, x, job.info, share, head["cohort"])
-            found[f"{place}/total"] = total
-            found |= {f"{place}/state/{name}": value for name, value in state.items()}
-        return {"shares": [{} for _ in head["shares"]]}, found
+            total, kept = full_gradients(job.algorithm, job.problem, federation, job.info, share, head["cohort"])
+            files, packed = pack_kept(kept)
+            answers.append({"files": files})
+            found |= {f"{place}/{name}": value for name, value in {"total": total, **packed}.items()}
+        return {"shares": answers}, found
 
     def _logits(self, job: Job, head: dict[str, Any], tensors: State) -> Message:
         x = tensors["x"].to(job.machine.device)

@@ -106,6 +106,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert main(["run", recipe, "--dry-run", f"run.dir={tmp_path / 'run'}"]) == 0
     plan = capsys.readouterr().out
     for word in (
+        "validation samples, 2 classes",
         "trainable parameters",
         "samples per client",
         "bytes a round",

@@ -118,6 +118,35 @@ def test_numbers_that_are_not_all_whole_are_a_regression(tmp_path):
     assert task.validation.labels.tolist() == [3.0, 1.5]
 
 
+def test_whole_numbers_are_a_regression_and_others_classes_where_the_recipe_says_so(tmp_path):
+    scores = [(f"t{row}", row % 5) for row in range(20)]
+    asked = task_of(tmp_path / "t.csv", scores, regression=True)
+    assert (asked.regression, asked.train.labels.dtype, asked.metric) == (True, np.float32, "pearson_spearman")
+    assert set(asked.train.labels) == {0.0, 1.0, 2.0, 3.0, 4.0}
+    grades = [(f"t{row}", 1.3 if row % 2 else 1.7) for row in range(20)]
+    assert task_of(tmp_path / "t.csv", grades, regression=False).label_names == ("1.3", "1.7")
+    with pytest.raises(UserError, match=r"t\.csv, column 'label': found 'good', expected numbers"):
+        task_of(tmp_path / "t.csv", GOOD, regression=True)
+    with pytest.raises(UserError, match=r"data\.regression=True: 'glue/sst2' says itself"):
+        load_task(Data(name="glue/sst2", regression=True))
+
+
+def test_classes_that_a_parquet_file_declares(tmp_path):
+    def parquet(name, classes, labels):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=classes)})
+        rows = {"text": [f"t{row}" for row in range(len(labels))], "label": labels}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / name)
+        return str(tmp_path / name)
+
+    train = parquet("t.parquet", ["neg", "neutral", "pos"], [0, 2, 2, 0])
+    task = load_task(Data(train=train, validation=parquet("v.parquet", ["neg", "neutral", "pos"], [1])))
+    assert (task.label_names, task.train.labels.tolist()) == (("neg", "neutral", "pos"), [0, 2, 2, 0])
+    with pytest.raises(UserError, match=r"o\.parquet, column 'label': declares the classes pos, neutral, neg"):
+        load_task(Data(train=train, validation=parquet("o.parquet", ["pos", "neutral", "neg"], [0])))
+    with pytest.raises(UserError, match=r"u\.parquet, row 1, column 'label': found -1, expected a class from 0 to 2"):
+        load_task(Data(train=train, validation=parquet("u.parquet", ["neg", "neutral", "pos"], [-1])))
+
+
 def test_splits_may_be_of_different_formats(tmp_path):
     validation = write(tmp_path / "v.json", [("a", "1"), ("b", "0")])
     task = task_of(tmp_path / "t.csv", [("a", 0), ("b", 1)], validation=validation)
@@ -135,10 +164,12 @@ def test_splits_may_be_of_different_formats(tmp_path):
         ("t.csv", "text,label\na,\nb,c\n", ["row 1", "'label'", "missing"]),
         ("t.csv", "text,label\na,b,c\n", ["t.csv", "Row #2: Expected 2 columns, got 3"]),
         ("t.csv", "text,text,label\na,b,c\n", ["t.csv", "'text'", "more than once"]),
+        ("t.tsv", 'text\tlabel\na\tx\n"b\ty\nc\tx\nd"\ty\n', ["t.tsv", "row 2", "'text'", "a quote at its beginning"]),
         ("t.csv", "text,label\na,b\nc,b\n", ["'label'", "every row has the label 'b'"]),
         ("t.csv", "text,label\n" + "".join(f"t,l{i}\n" for i in range(100)), ["'label'", "100 classes in 100 rows"]),
         ("t.csv", b"text,label\n\xff\xfe,b\n", ["t.csv", "not UTF-8 text (byte 11); save it as UTF-8"]),
         ("t.csv", 'text,label\na,b\nc,""\n', ["t.csv", "'label', row 2: found ''", "a class's name"]),
+        ("t.csv", "text,label\na,1\nb,NA\nc,0\n", ["row 2", "'label'", "missing"]),
         ("t.csv", "text,label\na,0.5\nc,1e39\n", ["row 2", "found 1e+39", "float32's largest"]),
         (
             "t.jsonl",
@@ -148,7 +179,7 @@ def test_splits_may_be_of_different_formats(tmp_path):
         ("t.json", 5000 * "[" + 5000 * "]", ["t.json", "nest too deeply"]),
         ("t.jsonl", b'{"text": "\xff"}', ["t.jsonl", "UTF-8", "byte 10"]),
         ("t.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', ["row 2", "'label'", "missing"]),
-        ("t.jsonl", '{"text": "a", "label": 1}\n\n{"text": \n', ["t.jsonl", "line 3"]),
+        ("t.jsonl", '{"text": "a", "label": 1}\n\n{"text": \n', ["t.jsonl", "line 3", "an object a line"]),
         ("t.jsonl", '{"text": "a", "label": 1}\n7\n', ["t.jsonl", "row 2", "expected an object"]),
         ("t.jsonl", '{"text": "\\ud83d", "label": 1}', ["row 1", "'text'", "surrogate"]),
         ("t.json", '[{"text": 5, "label": 1}]', ["row 1", "'text'", "found 5 (int)", "expected text"]),
@@ -177,7 +208,21 @@ def test_ids_keep_their_zeros(tmp_path):
     coded = task_of(tmp_path / "t.csv", [("a", "001"), ("b", "1"), ("c", "001"), ("d", "1")], holdout=0.5)
     assert coded.label_names == ("001", "1")
     plain = task_of(tmp_path / "t.csv", [(f"t{row}", 0.5 + row, 0.25) for row in range(4)], ("text", "label", "site"))
-    assert (plain.regression, set(plain.train.columns["site"])) == (True, {0.25})
+    assert (plain.regression, set(plain.train.columns["site"])) == (True, {"0.25"})
+
+
+def test_na_is_a_value_among_words_and_missing_among_numbers(tmp_path):
+    rows = [(f"t{row}", row % 2, mark, place) for row, (mark, place) in enumerate([("7", "NA"), ("NA", "DE")] * 5)]
+    columns = task_of(tmp_path / "t.csv", rows, ("text", "label", "site", "country"), holdout=0.2).train.columns
+    assert (set(columns["site"]), set(columns["country"])) == ({"7", None}, {"NA", "DE"})
+
+
+def test_ids_that_are_equal_as_numbers_stay_apart(tmp_path):
+    wards, long = ["1.1", "1.10", "1.2", "1.20"] * 2, [f"1000000000000000000{end}" for end in "00112233"]
+    rows = [(f"t{row}", row % 3, *ids) for row, ids in enumerate(zip(wards, long, strict=True))]
+    columns = task_of(tmp_path / "t.csv", rows, ("text", "label", "ward", "patient"), holdout=0.1).train.columns
+    assert set(columns["ward"]) <= set(wards)
+    assert set(columns["patient"]) <= set(long)
 
 
 def test_validation_labels_must_be_of_the_training_split(tmp_path):

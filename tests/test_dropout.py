@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
+from transformers import AlbertConfig, AlbertForSequenceClassification
 
+from fedllm.cohort import CohortModel
 from fedllm.dropout import Dropout, row_keys
+from fedllm.space import ParameterSpace
 
 
 def keys(clients: list[int], slots: list[list[int]], step: int = 0) -> torch.Tensor:
@@ -55,6 +58,7 @@ def test_every_coordinate_of_the_counter_matters_and_masks_are_uncorrelated() ->
     masks = {
         "base": dropout(x, 0.5, 0, base),
         "layer": dropout(x, 0.5, 1, base),
+        "once more": Dropout(base, layers=6)(x, 0.5, 0, 1),
         "step": dropout(x, 0.5, 0, keys([1], slots, step=1)),
         "client": dropout(x, 0.5, 0, keys([2], slots)),
         "round": dropout(x, 0.5, 0, row_keys(7, 2, 0, [1], torch.tensor(slots))),
@@ -68,6 +72,24 @@ def test_every_coordinate_of_the_counter_matters_and_masks_are_uncorrelated() ->
     for dim in range(3):
         shifted = m.roll(1, dims=dim)
         assert abs(float((m * shifted).mean())) < bound
+
+
+def test_a_layer_that_a_model_goes_through_again_has_another_mask() -> None:
+    """ALBERT's depths are one layer."""
+    sizes = {"hidden_size": 64, "embedding_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    model = AlbertForSequenceClassification(AlbertConfig(**sizes, num_hidden_layers=3, hidden_dropout_prob=0.5))
+    model.albert.requires_grad_(False)
+    kept: list[torch.Tensor] = []
+    (layer,) = (module for name, module in model.named_modules() if name.endswith("output_dropout"))
+    layer.register_forward_hook(lambda module, given, found: kept.append(found != 0))
+    space = ParameterSpace.of(model)
+    cohort, X = CohortModel(model, space), space.gather(model)[None]
+    for _ in range(2):
+        cohort(X, {"input_ids": torch.full((4, 8), 5)}, keys([3], [[0, 1, 2, 3]]))
+    assert len(kept) == 6
+    assert all(torch.equal(first, again) for first, again in zip(kept[:3], kept[3:], strict=True))
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert 0.4 < float((kept[one] == kept[other]).float().mean()) < 0.6
 
 
 def test_rate_zero_is_the_identity() -> None:

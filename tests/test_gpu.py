@@ -17,9 +17,11 @@ from tiny_models import WORDS, save_tiny, save_tokenizer
 from torch import Tensor
 from transformers.models.auto import CONFIG_MAPPING
 
-from fedllm import load_recipe, run_recipe
+from fedllm import load_algorithm, load_recipe, run_recipe
 from fedllm.assemble import Job, assemble, find_machine
+from fedllm.client import Client, model_info
 from fedllm.rounds import Plan, RoundReport, run_round, sample, start
+from fedllm.server import Server
 from fedllm.training import _train
 
 DEVICE = os.environ.get("FEDLLM_TEST_DEVICE", "cuda")
@@ -238,3 +240,29 @@ def test_two_processes_share_a_gpu_and_give_the_bits_of_one(tiny: Path, tmp_path
     one = run_recipe(tiny / "recipe.yaml", [*words, "run.shares=2"], tmp_path / "one")
     torch.set_num_threads(threads)
     assert same_bits(one.folder, tmp_path / "two")
+
+
+@pytest.mark.parametrize("name", ["fadamgc", "fedadamw", "scaffold"])
+def test_a_site_with_a_gpu_and_a_server_without_one(tmp_path: Path, name: str) -> None:
+    """Three rounds, the client started again from its file before each, equal those of a site on the CPU."""
+    alg, rng = load_algorithm(name, lr=0.01), torch.Generator().manual_seed(0)
+    batches = [torch.randn(8, 5, generator=rng) for _ in range(4)]
+
+    def x_after(device: str) -> Tensor:
+        def made() -> Client:
+            model = torch.nn.Linear(5, 2).to(device)
+            return Client(model, alg, model_info(alg, model, rounds=3, num_clients=1, sampled=1, local_steps=4))
+
+        server, file = Server(alg, torch.linspace(-1, 1, 12), made().info), tmp_path / device
+        for t in range(3):
+            client = made()
+            if t:
+                client.load(file)
+            work = [batch.to(device) for batch in batches]
+            sent = client.fit(server.broadcast(0), work, lambda model, batch: model(batch).square().mean())
+            client.save(file)
+            assert server.add(sent if t == 2 else sent.to_bytes(), client=0) is None
+            assert server.aggregate().device.type == "cpu"
+        return server.x
+
+    torch.testing.assert_close(x_after(DEVICE), x_after("cpu"), rtol=1e-4, atol=1e-5)

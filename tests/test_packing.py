@@ -99,10 +99,12 @@ def job(tiny: Path, *overrides: str) -> Job:
 
 
 def drawn(split: Split, *_: object) -> Tokens:
-    """Tokens of the vocabulary at random, 2 to 15 a sample, in place of the texts'."""
+    """Tokens of the vocabulary at random, 2 to 15 a sample, in place of the texts'; every third ends with eos, which
+    is what the decoders pad with."""
     draw = torch.Generator().manual_seed(len(split))
     tokens = tokens_of(torch.randint(2, 16, (len(split),), generator=draw).tolist())
     ids = torch.randint(3, 24, tokens.input_ids.shape, dtype=torch.int32, generator=draw)
+    ids[tokens.offsets[3::3] - 1] = 2
     return replace(tokens, input_ids=ids, labels=torch.from_numpy(split.labels.copy()))
 
 

@@ -152,6 +152,8 @@ def test_by_column_is_one_client_a_value():
     parts = partition(np.zeros(5), scheme="by_column", clients=None, column=column)
     assert [samples.tolist() for samples in parts] == [[1, 4], [0, 2], [3]]
     assert sizes(partition(np.zeros(5), scheme="by_column", clients=3, column=[10, 9, 9, 9, 100])) == [3, 1, 1]
+    mixed = partition(np.zeros(6), scheme="by_column", clients=None, column=["x", 10, "9", 9.0, "10", 9])
+    assert [samples.tolist() for samples in mixed] == [[2, 3, 5], [1, 4], [0]]
 
 
 def test_top_up_takes_from_the_largest():
@@ -262,6 +264,12 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(UserError, match="is a folder, expected the name of a file"):
         write_partition(tmp_path, parts, Partition(clients=3), task)
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+    with pytest.raises(UserError, match=r"p.json: holds the clients of other samples, of 'glue/qqp'"):
+        write(tmp_path / "p.json", make_task(n=61), Partition(clients=3))
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"notes.txt: not a partition file"):
+        write(tmp_path / "notes.txt", task, Partition(clients=3))
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

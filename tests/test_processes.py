@@ -28,14 +28,16 @@ from torch import Tensor
 
 from fedllm import QuadraticProblem, load_algorithm, load_recipe, run_recipe
 from fedllm.assemble import Job
-from fedllm.crew import Captain
+from fedllm.crew import Captain, Crew
 from fedllm.errors import RunError, UserError
-from fedllm.processes import Links, StoppedError, _stop
-from fedllm.rounds import Plan, round_info, run_round, sample, start
+from fedllm.processes import Links, LostError, StoppedError, _stop
+from fedllm.rounds import Federation, Plan, round_info, run_round, sample, start
 from fedllm.tokens import Tokens
 from fedllm.training import deal
+from fedllm.worker import _Worker
 
 REPO = Path(__file__).resolve().parents[1]
+CPU = SimpleNamespace(device=torch.device("cpu"))
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -228,6 +230,74 @@ def captain() -> tuple[Captain, Links]:
     """A captain and the other end of its one link."""
     ours, theirs = Pipe()
     return Captain(Links({1: ours}, 2)), Links({0: theirs}, 2)
+
+
+@pytest.mark.parametrize("same_machine", [True, False])
+def test_what_clients_keep_goes_by_file_on_one_machine_and_else_by_message(tmp_path: Path, same_machine: bool) -> None:
+    """FAdamGC from full gradients on, bit for bit as one process; a worker finds another token on another machine."""
+    problem = QuadraticProblem.random(8, 6)
+    alg = load_algorithm("fadamgc", lr=0.01, tracking_init="gradient")
+    info = round_info(alg, problem, rounds=4, sampled=5, tracked=3, local_steps=3)
+    crew, link = captain()
+    worker = _Worker(link)
+    worker._job = cast("Job", SimpleNamespace(problem=problem, algorithm=alg, info=info, machine=CPU))
+    sent: list[str] = []
+
+    def serve() -> None:
+        while link.ready([0], 60.0):
+            try:
+                head, tensors = link.receive(0)
+            except LostError:
+                return
+            if head["do"] == "share" and not same_machine:
+                head["token"] = "of another machine"
+            answer, found = worker.do(head, tensors)
+            sent.extend([*tensors, *found])
+            link.send(0, {**answer, "call": head["call"]}, found)
+
+    def rounds(crew: Crew, folder: Path) -> Federation:
+        folder.mkdir()
+        crew.share(folder)
+        federation = start(alg, problem, info, shares=2, crew=crew, folder=folder)
+        for t in range(4):
+            run_round(alg, problem, federation, info, *sample(0, t, 8, 5, 3), Plan(shares=2, crew=crew))
+        return federation
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    together = rounds(crew, tmp_path / "together")
+    crew._links._connections[1].close()
+    thread.join()
+    alone = rounds(Crew(), tmp_path / "alone")
+    assert torch.equal(together.x, alone.x)
+    ours, theirs = together.clients.get(range(8)), alone.clients.get(range(8))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any("client/" in name for name in sent) == (not same_machine)
+    assert len(list((tmp_path / "together").iterdir())) == 8, "a file a client, nothing else"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_messages_bring_tensors_as_they_were(dtype: torch.dtype) -> None:
+    here, there = Pipe()
+    sender, receiver = Links({1: here}, 2), Links({0: there}, 2)
+    numbers = torch.randn(3, 500_000).to(dtype)  # more than a pipe holds
+    tensors = {"turned": numbers.T, "part": numbers[:, ::2], "none": numbers[:0], "one": numbers[0, 0], "": numbers[1]}
+    thread = threading.Thread(target=lambda: sender.send(1, {"round": 3}, tensors))
+    thread.start()
+    head, found = receiver.receive(0)
+    thread.join()
+    assert head == {"round": 3}
+    assert list(found) == list(tensors)
+    assert all(torch.equal(found[name], value) and found[name].dtype == dtype for name, value in tensors.items())
+
+
+def test_a_process_that_is_lost_in_the_middle_of_a_message_is_lost() -> None:
+    here, there = Pipe()
+    receiver = Links({0: there}, 2)
+    here.send_bytes(json.dumps([{}, [["x", "float32", [10]]]]).encode())
+    here.close()
+    with pytest.raises(LostError):
+        receiver.receive(0)
 
 
 class Evaluated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import os
@@ -16,14 +17,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import adapter, same_bits
+from adapters import adapter, assert_close, same_bits
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import local_hub
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from fedllm import load_recipe, run_recipe, state
+from fedllm import clients, load_recipe, run_recipe, state
 from fedllm.cli import main
 from fedllm.costs import traffic
 from fedllm.data import load_task
@@ -33,6 +34,7 @@ from fedllm.lora_problem import LoraProblem
 from fedllm.run import RunResult, dry_run
 from fedllm.run_export import export_adapter
 from fedllm.state import Checkpoints
+from fedllm.turns import alone
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -186,7 +188,7 @@ def test_a_poisoned_client_is_rejected_by_name_and_the_round_goes_on(
     assert result.result["rejected"] == 4
     assert all(bool(torch.isfinite(value).all()) for value in adapter(result.folder).values())
     assert "client 2 rejected" in capsys.readouterr().out
-    with pytest.raises(RunError, match=r"7 accepted uploads, federation.min_clients asks for 8"):
+    with pytest.raises(RunError, match=r"7 accepted uploads, min_clients asks for 8"):
         run_recipe(
             tiny / "recipe.yaml",
             ["federation.clients_per_round=8", "federation.min_clients=8"],
@@ -198,17 +200,16 @@ def test_a_full_disk_while_saving_keeps_the_last_checkpoint(
     tiny: Path, tmp_path: Path, finished: RunResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "full"
-    real, calls = state.save_file, []
+    real, calls = state.write_tensors, []
 
-    def full_disk(tensors: dict[str, Tensor], path: Path) -> None:
-        if "x" in tensors:
-            calls.append(path)
+    def full_disk(path: Path, tensors: dict[str, Tensor]) -> str:
+        calls.append(path)
         if len(calls) > 2:
-            Path(path).write_bytes(b"half")
+            path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(tensors, path)
+        return real(path, tensors)
 
-    monkeypatch.setattr(state, "save_file", full_disk)
+    monkeypatch.setattr(state, "write_tensors", full_disk)
     overrides = ["eval.target={accuracy: 0.4}"]
     with pytest.raises(RunError, match=r"checkpoint of round 3 could not be written.*No space left.*round 2 is intact"):
         run_recipe(tiny / "recipe.yaml", overrides, folder)
@@ -219,6 +220,87 @@ def test_a_full_disk_while_saving_keeps_the_last_checkpoint(
     assert snapshot.round == 2
     run_recipe(tiny / "recipe.yaml", overrides, folder)
     assert same_bits(folder, finished.folder)
+
+
+def test_a_full_disk_while_a_client_is_kept_leaves_the_last_checkpoint(
+    tiny: Path, tmp_path: Path, finished: RunResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "full"
+    real, calls = clients.write_tensors, []
+
+    def full_disk(path: Path, tensors: dict[str, Tensor]) -> str:
+        calls.append(path)
+        if len(calls) > 7:  # five a round
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, tensors)
+
+    monkeypatch.setattr(clients, "write_tensors", full_disk)
+    overrides = ["eval.target={accuracy: 0.4}"]
+    with pytest.raises(RunError, match=r"vectors of client \d+ could not be written.*No space left.*is intact"):
+        run_recipe(tiny / "recipe.yaml", overrides, folder)
+    assert not calls[-1].exists()
+    monkeypatch.undo()
+    run_recipe(tiny / "recipe.yaml", overrides, folder)
+    assert same_bits(folder, finished.folder)
+    assert not (folder / "clients").exists()
+
+
+def test_a_clients_file_that_somebody_changed_is_not_used(
+    tiny: Path,
+    tmp_path: Path,
+    finished: RunResult,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its values are changed, not its form. The checkpoints, which share the files, are passed over as well."""
+    folder = tmp_path / "changed"
+    real = LoraProblem.loss_and_gradient
+
+    def meddle(self: LoraProblem, X: Tensor, among: list[int], round: int, step: int) -> tuple[Tensor, Tensor]:
+        if (round, step) == (2, 0):
+            for path in (folder / "clients").iterdir():
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 1
+                path.write_bytes(content)
+        return real(self, X, among, round, step)
+
+    monkeypatch.setattr(LoraProblem, "loss_and_gradient", meddle)
+    overrides = ["eval.target={accuracy: 0.4}", "run.cohort=1"]
+    with pytest.raises(RunError, match=r"vectors of a client cannot be read \(it is not what was written\)"):
+        run_recipe(tiny / "recipe.yaml", overrides, folder)
+    monkeypatch.undo()
+    run_recipe(tiny / "recipe.yaml", overrides, folder)
+    assert "checkpoint" in (said := capsys.readouterr().out)
+    assert "does not match its digest" in said
+    assert_close(folder, finished.folder)
+
+
+def test_checkpoints_without_hard_links_are_copies(
+    tiny: Path, tmp_path: Path, finished: RunResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    folder = tmp_path / "run"
+    overrides = ["eval.target={accuracy: 0.4}"]
+    run_recipe(tiny / "recipe.yaml", overrides, folder)
+    shutil.rmtree(folder / "checkpoints" / "000004")
+    (folder / "result.json").unlink()
+    run_recipe(tiny / "recipe.yaml", overrides, folder)
+    assert same_bits(folder, finished.folder)
+
+
+def test_a_run_that_another_process_is_at_work_on_is_left_alone(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    with alone(folder):
+        assert main(["run", str(tiny / "recipe.yaml"), f"run.dir={folder}"]) == 2
+        assert list(folder.iterdir()) == []
+    assert f"{folder}: another process is at work on this run; wait for it" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 def test_checkpoints_link_what_has_not_changed_and_keep_two(finished: RunResult) -> None:
@@ -275,6 +357,17 @@ def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path, change
     with pytest.raises(UserError, match=r"the run began with another training split .* put the data back"):
         run_recipe(tiny / "recipe.yaml", words, folder)
     assert (folder / "partition.json").read_bytes() == before
+
+
+def test_partition_json_tells_which_site_a_client_is(tiny: Path, tmp_path: Path) -> None:
+    words = ["partition={scheme: by_column, column: site}", "federation={rounds: 1, clients_per_round: 2}"]
+    run = run_recipe(tiny / "recipe.yaml", words, tmp_path / "run")
+    found = json.loads((run.folder / "partition.json").read_text())
+    with (tiny / "train.csv").open(newline="") as file:
+        sites = [row["site"] for row in csv.DictReader(file)]
+    assert found["names"] == sorted(set(sites))
+    assert found["sizes"] == [sites.count(name) for name in found["names"]]
+    assert load_run(run.folder).clients is not None
 
 
 def test_a_run_does_not_go_on_with_other_classes(tiny: Path, tmp_path: Path) -> None:

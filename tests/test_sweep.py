@@ -266,3 +266,29 @@ def test_when_every_trial_fails_the_sweep_says_so(tiny: Path, tmp_path: Path) ->
     with pytest.raises(RunError, match="2 runs of the sweep failed"):
         sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["algorithm.eps=1e-30", "federation.min_clients=5"])
     assert "failed" in (tmp_path / "out" / "trials.md").read_text()
+
+
+def test_two_sweeps_at_once_share_the_cells(tiny: Path, tmp_path: Path) -> None:
+    """Each takes a cell that the other one has not. One is killed in the middle of its own, which the other ends."""
+    grid = write(tmp_path, set={"federation.rounds": 8}, grid={"algorithm.lr": [0.01, 0.02]}, seeds=[0, 1])
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "fedllm", "sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out)]
+    first, second = (
+        subprocess.Popen([*command, "run.threads=1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    )
+
+    def at_work() -> set[str]:
+        return {path.parent.name for path in out.glob("*/metrics.jsonl")} - set(names(out))
+
+    end = time.monotonic() + 120
+    while len(at_work()) < 2:
+        assert time.monotonic() < end, "the two never had a cell each"
+        assert first.poll() is second.poll() is None
+        time.sleep(0.02)
+    first.kill()
+    first.communicate()
+    said = second.communicate(timeout=300)[0]
+    assert second.returncode == 0, said
+    assert names(out) == ["lr=0.01-s0", "lr=0.01-s1", "lr=0.02-s0", "lr=0.02-s1"]
+    assert (out / "report" / "report.html").is_file()

@@ -34,7 +34,8 @@ class RoundInfo:
     """What an algorithm may know of a round.
 
     index: t, from 0. total: rounds of the run. num_clients: N. sampled: S. tracked: T. local_steps: K, the most
-    steps that a client of this federation takes. blocks: the partition of the d coordinates for block means.
+    steps that a client of this federation takes. blocks: the partition of the d coordinates for block means. model:
+    what tells the model from others, "" where it is not told (see client.model_info).
     """
 
     index: int
@@ -44,6 +45,7 @@ class RoundInfo:
     tracked: int
     local_steps: int
     blocks: BlockPartition
+    model: str = ""
 
 
 @dataclass(frozen=True)
