@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,17 +97,17 @@ def _draw_card(axes: Axes, card: Card) -> None:
 
 def _stripes(tile: Tile) -> Iterator[tuple[float, float, str, float]]:
     """(start, length, colour, alpha) of what is drawn across a unit-long weight."""
-    left = 0.0
+    left, block = 0.0, 0
     for run in tile.runs:
         share = run.count * run.width / tile.span
         tones = _HEADS if "head" in run.label else _ONES if run.label else _WHOLE
         drawn = run.count if run.count <= _STRIPES else _STRIPES // 2
         part = share if run.count <= _STRIPES else share / 2
         for index in range(drawn):
-            yield left + index * part / drawn, part / drawn, tones[index % 2], 1.0
+            yield left + index * part / drawn, part / drawn, tones[(block + index) % 2], 1.0
         if part < share:
             yield left + part, share - part, tones[1], 0.45
-        left += share
+        left, block = left + share, block + run.count
 
 
 def _fold(card: Card) -> str:
@@ -121,7 +122,10 @@ def _caption(card: Card) -> str:
     if not card.shape:
         return "one number each"
     tile = card.tile
-    kinds = [f"{run.count:,} {run.label}{'s' if run.count > 1 else ''}" for run in tile.runs if run.label]
+    counts = Counter[str]()
+    for run in tile.runs:
+        counts[run.label] += run.count
+    kinds = [f"{count:,} {label}{'s' if count > 1 else ''}" for label, count in counts.items() if label]
     shape = " x ".join(f"{size:,}" for size in card.shape)
     between = ", " if len(kinds) < 3 else "\n"
     return f"{shape}: {between.join(kinds) or 'whole'}\n{tile.dim:,} → {tile.num_blocks:,} numbers"

@@ -9,8 +9,9 @@ from peft import LoraConfig, get_peft_model
 from test_blocks import adapt, build
 from tiny_models import FAMILIES
 from torch import nn
+from transformers import AutoModel, GPTNeoXConfig
 
-from fedllm.block_plots import Card, _stripes, cards, draw_blocks
+from fedllm.block_plots import Card, _caption, _stripes, cards, draw_blocks
 from fedllm.blocks import partition
 from fedllm.cli import main
 
@@ -52,6 +53,14 @@ def test_heads_of_grouped_query_and_fused_attention() -> None:
     gpt2 = titled(build("gpt2"))
     assert drawn(gpt2["transformer.h.*.attn.c_attn.weight"]) == {"head": 8, "one": 32}
     assert gpt2["transformer.h.*.attn.c_attn.weight"].count == 2
+
+
+def test_attention_fused_head_by_head_alternates_and_is_counted_once() -> None:
+    config = GPTNeoXConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+    card = titled(AutoModel.from_config(config))["layers.*.attention.query_key_value.weight"]
+    tones = [colour for _, _, colour, _ in _stripes(card.tile) if colour in ("#0072B2", "#8FC1E3")]
+    assert tones == ["#0072B2", "#8FC1E3"] * 4
+    assert _caption(card).startswith("96 x 32: 4 query heads\n4 key heads\n32 value rows\n")
 
 
 def test_low_rank_factors() -> None:

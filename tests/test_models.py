@@ -569,6 +569,23 @@ def test_model_with_an_unknown_attention(tiny: dict[str, str]) -> None:
         attach_lora(backbone, Lora(rank=2))
 
 
+LAYERED = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+           "max_position_embeddings": 64, "pad_token_id": 1}  # fmt: skip
+
+
+def test_fused_linear_projection_leaves_the_output_to_adapt(tmp_path: Path) -> None:
+    name = save_tiny(tmp_path, "phi3", **LAYERED)
+    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.qkv_proj is a fused Linear.*lora\.targets=\[output\]"):
+        attach_lora(load(name), Lora(rank=2))
+    adapted = attach_lora(load(name), Lora(rank=2, targets=("output",)))
+    assert set(lora_layers(adapted)) == {f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)}
+
+
+def test_model_that_peft_cannot_adapt(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"PEFT cannot adapt it: Target module \(?QuantLinear"):
+        attach_lora(load(save_tiny(tmp_path, "ibert", **LAYERED)), Lora(rank=2))
+
+
 def test_shortest_suffixes() -> None:
     names = ["h.0.attn.c_proj", "h.0.mlp.c_proj", "h.0.attn.q", "h.0.attn.my_q", "h.1.attn.q", "h.1.attn.c_proj"]
     assert shortest_suffixes(["h.0.attn.q", "h.1.attn.q"], names) == ["q"]
