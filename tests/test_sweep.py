@@ -270,7 +270,7 @@ def test_when_every_trial_fails_the_sweep_says_so(tiny: Path, tmp_path: Path) ->
 
 def test_two_sweeps_at_once_share_the_cells(tiny: Path, tmp_path: Path) -> None:
     """Each takes a cell that the other one has not. One is killed in the middle of its own, which the other ends."""
-    grid = write(tmp_path, set={"federation.rounds": 8}, grid={"algorithm.lr": [0.01, 0.02]}, seeds=[0, 1])
+    grid = write(tmp_path, set={"federation.rounds": 8}, grid={"algorithm.lr": [0.01, 0.02]})
     out = tmp_path / "out"
     command = [sys.executable, "-m", "fedllm", "sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out)]
     first, second = (
@@ -290,5 +290,5 @@ def test_two_sweeps_at_once_share_the_cells(tiny: Path, tmp_path: Path) -> None:
     first.communicate()
     said = second.communicate(timeout=300)[0]
     assert second.returncode == 0, said
-    assert names(out) == ["lr=0.01-s0", "lr=0.01-s1", "lr=0.02-s0", "lr=0.02-s1"]
+    assert names(out) == ["lr=0.01-s0", "lr=0.02-s0"]
     assert (out / "report" / "report.html").is_file()
