@@ -95,7 +95,7 @@ class Gpu:
 class Host:
     """The machine around the GPUs. messages: bytes a second that rank 0 sends or receives, with one process after the
     other. files: bytes a second of clients' vectors that a process both reads and writes, with digests, where
-    the system's file cache holds them. Here, on one core, they were 1.04e9 and 0.33e9 for 100 MB."""
+    the system's file cache holds them. Here, on one core, they were 1.0e9 and 0.35e9 for 100 MB."""
 
     messages: float = 1e9
     files: float = 0.33e9

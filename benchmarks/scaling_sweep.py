@@ -90,11 +90,13 @@ def main() -> None:
         print(json.dumps(memory(*json.loads(sys.argv[1]))))
         return
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, where there is this call (Linux)
+    before, seconds = product_rate(), speed()
     found = {
         "versions": versions(),
         "shape": SHAPE,
-        "product_rate": product_rate(),
-        "speed": speed(),
+        "product_rate": max(before, product_rate()),
+        "speed": seconds,
         "memory": [_fresh(*which) for which in ROUNDS],
         "messages": [message(size) for size in (1_000_000, 10_000_000, 100_000_000)],
         "files": [client_file(size) for size in (1_000_000, 10_000_000, 100_000_000)],
