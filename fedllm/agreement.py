@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedllm.errors import UserError
+from fedllm.lora import base_model
 from fedllm.memory import out_of_memory
 from fedllm.space import ParameterSpace
 from fedllm.tokens import Tokens
@@ -25,7 +26,7 @@ class Trial:
 
     @torch.no_grad()
     def __init__(self, model: Any, space: ParameterSpace, tokens: Tokens) -> None:
-        self._kind = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+        self._kind = type(base_model(model)).__name__
         x = space.gather(model)
         self.X = x.repeat(2, 1)
         draw = torch.Generator().manual_seed(0)

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fedllm.dropout import Dropout
 from fedllm.errors import UserError
+from fedllm.lora import base_model
 from fedllm.masks import NAME, set_attention
 from fedllm.packing import Packed
 from fedllm.ragged import ragged_lora
@@ -167,7 +168,7 @@ class CohortModel:
 
     def _read_packed(self) -> None:
         """Between the backbone and the head, only the tokens that the head reads go on from a packed pass."""
-        whole: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        whole = base_model(self.model)
         backbone: Any = getattr(whole, whole.base_model_prefix)
         whole_pass, pooler = backbone.forward, getattr(backbone, "pooler", None)
 

@@ -17,11 +17,16 @@ from fedllm.errors import RunError
 
 def write_tensors(path: Path, tensors: State) -> str:
     """Writes a safetensors file; its sha256. Not yet surely on the disk, see `sync`."""
-    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    if len({value.untyped_storage().data_ptr() for value in plain.values()}) < len(plain):
-        plain = {name: value.clone() for name, value in plain.items()}  # safetensors wants each in memory of its own
-    save_file(plain, path)
+    save_file(plain(tensors), path)
     return digest(path)
+
+
+def plain(tensors: State) -> State:
+    """The tensors as safetensors wants them: contiguous, on the CPU, each in memory of its own."""
+    found = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    if len({value.untyped_storage().data_ptr() for value in found.values()}) < len(found):
+        found = {name: value.clone() for name, value in found.items()}
+    return found
 
 
 def write_text(path: Path, text: str) -> str:

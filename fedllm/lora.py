@@ -26,6 +26,11 @@ PREFIX = "base_model.model."
 """What PEFT puts before the names of the model's own modules."""
 
 
+def base_model(model: Any) -> Any:
+    """The transformers model inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def attach_lora(backbone: Backbone, lora: Lora, *, seed: int = 0) -> PeftModel:
     """The backbone's model, changed in place, as a PEFT model in eval mode; only LoRA and the head are trainable.
 

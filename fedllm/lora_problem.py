@@ -18,6 +18,7 @@ from fedllm.blocks import BlockPartition
 from fedllm.cohort import CohortModel
 from fedllm.dropout import row_keys
 from fedllm.errors import UserError
+from fedllm.lora import base_model
 from fedllm.masks import is_causal
 from fedllm.memory import Waves
 from fedllm.packing import Layout, Packed, find_layout, look_back, pack
@@ -249,7 +250,7 @@ class LoraProblem(Problem):
     def _checkpoint(self) -> None:
         """From now on blocks keep their inputs; at its fullest a pass has one block's activations beside these."""
         if not self._model.blocks:
-            kind = type(self._model.model.get_base_model()).__name__
+            kind = type(base_model(self._model.model)).__name__
             raise UserError(
                 f"run.gradient_checkpointing: {kind} has no layers that transformers can checkpoint; leave it false, "
                 f"and cut batches with run.slices instead"

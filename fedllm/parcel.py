@@ -16,19 +16,15 @@ from torch import Tensor
 
 from fedllm.algorithms.base import State
 from fedllm.errors import UserError
-from fedllm.files import replace_bytes
+from fedllm.files import plain, replace_bytes
 
 _KEY = "fedllm"
 
 
 def pack(head: Mapping[str, Any], tensors: State) -> bytes:
     """One safetensors file, whose metadata hold `head` and the digest. The same input gives the same bytes."""
-    copies = {
-        name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, value in tensors.items()
-    }
-    text = json.dumps(head, sort_keys=True)
-    return save(copies, metadata={_KEY: json.dumps({"head": text, "sha256": digest(text, copies)})})
+    ready, text = plain(tensors), json.dumps(head, sort_keys=True)
+    return save(ready, metadata={_KEY: json.dumps({"head": text, "sha256": digest(text, ready)})})
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], State]:

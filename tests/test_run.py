@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -196,20 +197,26 @@ def test_a_poisoned_client_is_rejected_by_name_and_the_round_goes_on(
         )
 
 
-def test_a_full_disk_while_saving_keeps_the_last_checkpoint(
-    tiny: Path, tmp_path: Path, finished: RunResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "full"
-    real, calls = state.write_tensors, []
+def fill_disk(monkeypatch: pytest.MonkeyPatch, module: ModuleType, after: int) -> list[Path]:
+    """Lets `module` write so many files of tensors and half of the next; the paths it has tried."""
+    real, calls = module.write_tensors, []
 
-    def full_disk(path: Path, tensors: dict[str, Tensor]) -> str:
+    def write(path: Path, tensors: dict[str, Tensor]) -> str:
         calls.append(path)
-        if len(calls) > 2:
+        if len(calls) > after:
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(path, tensors)
 
-    monkeypatch.setattr(state, "write_tensors", full_disk)
+    monkeypatch.setattr(module, "write_tensors", write)
+    return calls
+
+
+def test_a_full_disk_while_saving_keeps_the_last_checkpoint(
+    tiny: Path, tmp_path: Path, finished: RunResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "full"
+    fill_disk(monkeypatch, state, after=2)
     overrides = ["eval.target={accuracy: 0.4}"]
     with pytest.raises(RunError, match=r"checkpoint of round 3 could not be written.*No space left.*round 2 is intact"):
         run_recipe(tiny / "recipe.yaml", overrides, folder)
@@ -226,16 +233,7 @@ def test_a_full_disk_while_a_client_is_kept_leaves_the_last_checkpoint(
     tiny: Path, tmp_path: Path, finished: RunResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "full"
-    real, calls = clients.write_tensors, []
-
-    def full_disk(path: Path, tensors: dict[str, Tensor]) -> str:
-        calls.append(path)
-        if len(calls) > 7:  # five a round
-            path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, tensors)
-
-    monkeypatch.setattr(clients, "write_tensors", full_disk)
+    calls = fill_disk(monkeypatch, clients, after=7)  # five a round
     overrides = ["eval.target={accuracy: 0.4}"]
     with pytest.raises(RunError, match=r"vectors of client \d+ could not be written.*No space left.*is intact"):
         run_recipe(tiny / "recipe.yaml", overrides, folder)
