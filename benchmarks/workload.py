@@ -1,4 +1,4 @@
-"""One round of federated work that every side of a benchmark does alike: the same model, clients, samples and steps."""
+"""One round of local training, the same for every side of a benchmark: model, clients, samples and steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fedllm import load_recipe
-from fedllm.assemble import Job, Shelf, assemble
-from fedllm.errors import UserError
-from fedllm.lora import attach_lora
-from fedllm.models import load_backbone
-from fedllm.rounds import Plan, blank, run_round
-from fedllm.space import ParameterSpace
+from fedllm.common.errors import UserError
+from fedllm.experiment.build import Job, ReadCache, assemble
+from fedllm.federation.rounds import Plan, run_round
+from fedllm.federation.state import blank
+from fedllm.models.flat_parameters import ParameterSpace
+from fedllm.models.loading import load_backbone
+from fedllm.models.lora import attach_lora
 
 LR = 5e-4
 LOCAL = "{name: localadamw, lr: 5.0e-4}"  # AdamW as torch has it
@@ -25,7 +26,7 @@ LOCAL = "{name: localadamw, lr: 5.0e-4}"  # AdamW as torch has it
 
 @dataclass
 class Work:
-    """The clients' full batches of one round, and the job that trains them our way."""
+    """The clients' full batches of one round, and the job with which fedllm trains them."""
 
     job: Job
     clients: list[int]
@@ -33,16 +34,17 @@ class Work:
 
     @classmethod
     def of(
-        cls, recipe: str, overrides: Sequence[str], clients: int, steps: int, batch: int, shelf: Shelf | None = None
+        cls, recipe: str, overrides: Sequence[str], clients: int, steps: int, batch: int, cache: ReadCache | None = None
     ) -> Work:
         """The first `clients` clients that have samples for `steps` full batches."""
         local = f"local={{steps: {steps}, batch_size: {batch}}}"
-        settings = [f"algorithm={LOCAL}", local, f"federation.clients_per_round={clients}", *overrides]
-        job = assemble(load_recipe(recipe, settings), shelf=shelf)
+        sampled = [f"federation.clients_per_round={clients}", "federation.tracked_per_round=null"]
+        settings = [f"algorithm={LOCAL}", local, *sampled, *overrides]
+        job = assemble(load_recipe(recipe, settings), cache=cache)
         large = [client for client, part in enumerate(job.parts) if len(part) >= steps * batch][:clients]
         if len(large) < clients:
             raise UserError(f"{len(large)} clients have {steps * batch} samples, expected {clients} such clients")
-        source = job.problem._batches
+        source = job.problem.batches
         return cls(job, large, [[torch.from_numpy(source.indices(c, 0, k)) for k in range(steps)] for c in large])
 
     @property
@@ -53,53 +55,51 @@ class Work:
     @property
     def tokens(self) -> int:
         """Tokens of the round's samples, without padding."""
-        lengths = self.job.problem._tokens.lengths
+        lengths = self.job.problem.rows.tokens.lengths
         return int(sum(lengths[batch].sum() for batches in self.batches for batch in batches))
 
     @property
     def operations(self) -> float:
-        """Of the round's matrix products with frozen weights, without padding: a weight and token takes 2 forward, and
-        2 for the gradient of the inputs."""
+        """Floating-point operations of the round's matrix products with frozen weights, without padding: per weight and
+        token 2 in the forward pass and 2 for the gradient of the inputs."""
         layers = (module for module in self.job.model.modules() if isinstance(module, nn.Linear | Conv1D))
         return 4.0 * self.tokens * sum(m.weight.numel() for m in layers if not m.weight.requires_grad)
 
-    def ours(self, cohort: int | None = None) -> Tensor:
-        """The round our way, in cohorts of the job's size or this one; returns the new global x [d]."""
+    def ours(self, stacked: int | None = None) -> Tensor:
+        """The round with fedllm, `stacked` clients together (default: the job's number); returns the new x [d]."""
         job = self.job
-        federation = blank(job.algorithm, job.problem, job.info)
-        plan = Plan(cohort or job.cohort)
-        run_round(job.algorithm, job.problem, federation, job.info, self.clients, self.clients, plan)
+        federation = blank(job.setup)
+        plan = Plan(stacked or job.stacked_clients)
+        run_round(job.setup, federation, self.clients, self.clients, plan)
         return federation.x
 
 
 @dataclass
 class Plain:
-    """A PEFT model as anyone trains it, kept in memory, and its trainable values as one vector."""
+    """An ordinary PEFT model that stays in memory, and its trainable values as one vector."""
 
     model: PeftModel
     space: ParameterSpace
 
     @classmethod
     def of(cls, job: Job) -> Plain:
-        """The job's model once more, with its own forward."""
+        """A second copy of the job's model, with transformers' own forward."""
         recipe = job.recipe
-        backbone = load_backbone(
-            recipe.model, num_labels=job.task.num_labels, regression=job.task.regression, seed=recipe.run.seed
-        )
+        backbone = load_backbone(recipe.model, job.task.head, seed=recipe.run.seed)
         model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed).to(job.machine.device).eval()
         return cls(model, ParameterSpace.of(model))
 
     def trainable(self) -> list[torch.nn.Parameter]:
-        """The parameters that are trained."""
+        """The trainable parameters."""
         return [value for value in self.model.parameters() if value.requires_grad]
 
 
 def inputs(job: Job, batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Model inputs of these samples, padded to the longest of them, and their labels."""
-    tokens = job.problem._tokens
+    tokens = job.problem.rows.tokens
     rows = tokens.rows(batch, pad_id=int(job.backbone.tokenizer.pad_token_id or 0))
     device = job.machine.device
-    return {name: value.to(device) for name, value in rows.items()}, tokens.labels[batch].to(device)
+    return {name: value.to(device) for name, value in rows.items()}, tokens.targets[batch].to(device)
 
 
 def train_client(plain: Plain, job: Job, x: Tensor, batches: list[Tensor]) -> Tensor:

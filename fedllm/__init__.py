@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# bitsandbytes, which peft imports, warns at every start that it has no packed 4-bit kernels for this CPU. fedllm does
+# not use them (models.quantization.keep_as_stored).
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fedllm.algorithms import Algorithm, load_algorithm
-    from fedllm.errors import RunError, UserError
-    from fedllm.problem import Problem, QuadraticProblem
-    from fedllm.recipe import load_recipe
-    from fedllm.run import run_recipe
-    from fedllm.simulation import simulate
+    from fedllm.common.errors import RunError, UserError
+    from fedllm.config.recipe import load_recipe
+    from fedllm.experiment.run import run_recipe
+    from fedllm.federation.simulation import simulate
+    from fedllm.problems.base import Problem
+    from fedllm.problems.quadratic import QuadraticProblem
 
 _HOME = {
     "Algorithm": "algorithms",
     "load_algorithm": "algorithms",
-    "Problem": "problem",
-    "QuadraticProblem": "problem",
-    "simulate": "simulation",
-    "load_recipe": "recipe",
-    "run_recipe": "run",
-    "RunError": "errors",
-    "UserError": "errors",
+    "Problem": "problems.base",
+    "QuadraticProblem": "problems.quadratic",
+    "simulate": "federation.simulation",
+    "load_recipe": "config.recipe",
+    "run_recipe": "experiment.run",
+    "RunError": "common.errors",
+    "UserError": "common.errors",
 }
 __all__ = [
     "Algorithm",

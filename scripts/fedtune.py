@@ -2,7 +2,7 @@
 
 import sys
 
-from fedllm.cli import main
+from fedllm.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main(["run", *sys.argv[1:]]))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(min(2, torch.get_num_threads()))
+# Workers that pytest-xdist starts side by side have one thread each.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 from tiny_models import WORDS, save_tiny  # noqa: E402
 
@@ -47,7 +48,7 @@ partition: {{scheme: dirichlet_classes, alpha: 0.5, clients: 8, min_size: 3}}
 algorithm: {{name: fadamgc, lr: 1.0e-2}}
 federation: {{rounds: 4, clients_per_round: 5, tracked_per_round: 3}}
 local: {{epochs: 1, batch_size: 8}}
-run: {{checkpoint_every: 1}}
+run: {{precision: float32, checkpoint_every: 1}}
 """
     )
     return folder

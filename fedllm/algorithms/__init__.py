@@ -1,4 +1,4 @@
-"""Every algorithm is one file here, found by its module name, an alias in its class, or as "package.module:Class"."""
+"""The algorithms, one file each. Names: the module's, an alias of its class, or "package.module:Class"."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedllm.algorithms.base import Algorithm
-from fedllm.errors import UserError
-from fedllm.settings import build, nearest
+from fedllm.common.errors import UserError
+from fedllm.common.schema import build, nearest
 
 __all__ = ["Algorithm", "algorithm_class", "algorithm_names", "load_algorithm"]
 
@@ -36,7 +36,7 @@ def _outside_class(name: str) -> type[Algorithm]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:  # whatever the user's module does when it is imported
+    except Exception as error:  # importing the user's module may raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         raise UserError(f"name: '{name}' could not be loaded: {kind}{error}; expected package.module:Class") from error
     if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
@@ -50,7 +50,7 @@ def _outside_class(name: str) -> type[Algorithm]:
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class of a name, an alias or "package.module:Class". Raises UserError with the nearest known name."""
+    """The class for a name, an alias or "package.module:Class". Raises UserError with the nearest known name."""
     if ":" in name:
         return _outside_class(name)
     names = algorithm_names()
@@ -73,4 +73,4 @@ def load_algorithm(name: str, *, where: str = "algorithm", **keys: Any) -> Algor
         cls = algorithm_class(name)
     except UserError as error:
         raise UserError(f"{where}.{error}") from error
-    return build(cls, keys, where)
+    return build(cls, keys, f"{where}.")

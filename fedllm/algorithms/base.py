@@ -1,13 +1,14 @@
-"""What a federated algorithm is: pure arithmetic on rows, one row a client.
+"""The interface of a federated algorithm: functions on matrices with one row per client.
 
     local  = begin(x, server, clients, info)            x [C, d] rows of the global model
     step(local, g, k, eta, info)                        in place on `local`, K times
     upload, clients' = end(local, x, server, clients, rows, info)
     x', server'      = aggregate(x, server, reduced, info)
 
-All of it is elementwise, so C clients at once are C times one client. Only `step` changes anything in place, and only
-`local`, which the caller owns. Symbols are the papers' (ALGORITHMS in docs/): d = x_i - x after the local steps,
-eta = local rate, eta_g = server rate, K = local steps, N = all clients, S = sampled, T = tracked.
+No function mixes rows, so each client's result is independent of the other rows. Only `step` changes values in place,
+and only in `local`, which the caller owns. Symbols are the papers' (docs/reference/algorithms.md): d = x_i - x after
+the local steps, eta = local learning rate, eta_g = server learning rate, K = local steps, N = all clients, S = sampled,
+T = tracked.
 """
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from fedllm.common.errors import UserError
+from fedllm.common.lazy import torch
+from fedllm.common.schema import setting
 
-from fedllm.blocks import BlockPartition
-from fedllm.errors import UserError
-from fedllm.settings import setting
+if TYPE_CHECKING:
+    from torch import Tensor
 
-State = dict[str, Tensor]
-Length = Literal["d", "B"]  # a vector of one number a coordinate, or of one a block
+    from fedllm.blocks import BlockPartition
+    from fedllm.common.tensors import State
+
+Length = Literal["d", "B"]  # a vector with one number per coordinate, or one per block
 Vectors = Mapping[str, Length]
 
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """What an algorithm may know of a round.
+    """What an algorithm may know about a round.
 
     index: t, from 0. total: rounds of the run. num_clients: N. sampled: S. tracked: T. local_steps: K, the most
-    steps that a client of this federation takes. blocks: the partition of the d coordinates for block means. model:
-    what tells the model from others, "" where it is not told (see client.model_info).
+    steps that a client of this federation takes per round. blocks: the partition of the d coordinates for block means.
+    model: a digest that identifies the model, or "" (see client.model_info).
     """
 
     index: int
@@ -50,7 +53,7 @@ class RoundInfo:
 
 @dataclass(frozen=True)
 class Rows:
-    """What differs between the rows of a cohort: steps [C, 1] taken, rate_sum [C, 1] = sum of the local rates really
+    """Per-client values, one row per client: steps [C, 1] taken, rate_sum [C, 1] = sum of the learning rates really
     used, tracked [C, 1] bool."""
 
     steps: Tensor
@@ -63,7 +66,7 @@ class Reduced:
     """The round's accepted uploads, reduced.
 
     mean: each upload's weighted mean over the S clients. total: each tracked upload's plain sum over the T tracked
-    clients. clients, tracked: how many. rate_sum: "K eta" of the papers' server formulas, the weighted mean of the
+    clients. clients, tracked: their numbers. rate_sum: "K eta" of the papers' server formulas, the weighted mean of the
     clients' sums of rates (*choice*, where they take unequal numbers of steps).
     """
 
@@ -80,8 +83,8 @@ class Algorithm:
 
     aliases: ClassVar[tuple[str, ...]] = ()
     paper: ClassVar[str] = ""
-    derivable: ClassVar[tuple[str, ...]] = ()  # downloads that a client which saw the last x can work out from x
-    moment: ClassVar[str | None] = None  # the local second moment [C, d], whose spread over clients is reported
+    derivable: ClassVar[tuple[str, ...]] = ()  # downloads computable from the last two x
+    moment: ClassVar[str | None] = None  # the local second moment [C, d]; v_spread measures its spread
 
     lr: float = setting(1e-3, "local learning rate", symbol="eta")
     server_lr: float = setting(1.0, "server learning rate", symbol="eta_g")
@@ -104,14 +107,14 @@ class Algorithm:
             if not 0 <= beta < 1:
                 raise UserError(f"betas: beta{index} is {beta}, expected a number in [0, 1)")
 
-    # What is kept and what is sent, beside x itself: the source of state, checks, costs and tables.
+    # The stored and sent vectors besides x. State, checks, communication costs and tables are derived from them.
 
     def server_vectors(self) -> Vectors:
-        """Vectors the server keeps from round to round."""
+        """Vectors the server stores between rounds."""
         return {}
 
     def client_vectors(self) -> Vectors:
-        """Vectors a client keeps from round to round."""
+        """Vectors each client stores between rounds."""
         return {}
 
     def downloads(self) -> Vectors:
@@ -143,7 +146,7 @@ class Algorithm:
         """State of clients never seen before, rows x [C, d]; gradient [C, d] when `needs_full_gradient`."""
         return {name: x.new_zeros(len(x), length(of, x, info)) for name, of in self.client_vectors().items()}
 
-    # The four moments of a round.
+    # The four phases of a round.
 
     def begin(self, x: Tensor, server: State, clients: State, info: RoundInfo) -> State:
         """Local state {name: [C, ...]} at the start of the round; "x" is the clients' own copy of x [C, d]."""
@@ -156,23 +159,23 @@ class Algorithm:
     def end(
         self, local: State, x: Tensor, server: State, clients: State, rows: Rows, info: RoundInfo
     ) -> tuple[State, State]:
-        """What the clients send {name: [C, ...]} and what they keep {name: [C, d]}."""
+        """The uploads {name: [C, ...]} and the clients' new state {name: [C, ...]}."""
         return {"d": local["x"] - x}, {}
 
     def aggregate(self, x: Tensor, server: State, reduced: Reduced, info: RoundInfo) -> tuple[Tensor, State]:
         """The next global model x [d] and server state."""
         return x + self.server_lr * reduced.mean["d"], {}
 
-    # Rates.
+    # Learning rates.
 
     def base_rate(self, info: RoundInfo) -> float:
-        """eta_0 of the schedules."""
+        """The learning rate before warm-up and schedule."""
         return self.lr
 
     def rates(self, steps: Tensor, info: RoundInfo) -> Tensor:
-        """Local rates [C, K] (float64, zero after a client's last step) for clients that take steps [C] steps.
+        """Learning rates [C, K] of the round, float64, for clients that take steps [C] steps; 0 after the last step.
 
-        Raises UserError for a round past the run's last, where a schedule over its rounds has no rate.
+        Raises UserError for a round outside the run under a schedule over rounds.
         """
         if self.schedule in ("cosine_rounds", "linear") and not 0 <= info.index < info.total:
             raise UserError(
@@ -193,17 +196,17 @@ class Algorithm:
 
 
 def length(of: Length, x: Tensor, info: RoundInfo) -> int:
-    """How many numbers a vector of this length holds, for x [d] or [C, d]."""
+    """The number of values in a vector of length `of` ("d" or "B"), for x [d] or [C, d]."""
     return x.shape[-1] if of == "d" else info.blocks.num_blocks
 
 
 def lengths(vectors: Mapping[str, Length], x: Tensor, info: RoundInfo) -> dict[str, int]:
-    """The same of vectors by name, as an algorithm declares them."""
+    """Name -> number of values, for the vectors that an algorithm declares."""
     return {name: length(of, x, info) for name, of in vectors.items()}
 
 
 def check_declared(alg: Algorithm) -> None:
-    """Raises UserError, naming method and vector, where `alg` declares a vector of no known length."""
+    """Raises UserError, naming method and vector, if `alg` declares a vector of unknown length."""
     for method in ("server_vectors", "client_vectors", "downloads", "uploads", "tracked_uploads"):
         for name, of in getattr(alg, method)().items():
             if of not in ("d", "B"):
@@ -213,7 +216,7 @@ def check_declared(alg: Algorithm) -> None:
                 )
 
 
-# Checks of hyper-parameters; None, where a setting allows it, means "not set".
+# Checks of hyper-parameters. None means "not set", for settings that allow it.
 
 
 def require_positive(alg: Algorithm, *names: str) -> None:
@@ -236,7 +239,7 @@ def require_fraction(alg: Algorithm, *names: str) -> None:
 
 
 def clip(g: Tensor, norm: float | None) -> Tensor:
-    """Rows of g [C, d] scaled down to the global L2 norm; g itself when norm is None."""
+    """Scales rows of g [C, d] down to at most this L2 norm; returns g itself if norm is None."""
     if norm is None:
         return g
     length = torch.linalg.vector_norm(g, dim=1, keepdim=True)
@@ -276,11 +279,11 @@ def adamw_step(
 
 
 def rows_of(start: Tensor | None, x: Tensor) -> Tensor:
-    """A fresh local vector of x's shape [C, d] to be changed in place, starting from `start` [d] or [C, d], or 0."""
+    """A new local vector of x's shape [C, d]: a copy of `start` [d] or [C, d], or zeros. May be changed in place."""
     return torch.zeros_like(x, memory_format=torch.contiguous_format) if start is None else start.expand_as(x).clone()
 
 
 def track(new: Tensor, old: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """What tracked clients keep (new) and the others (old), and the change [C, d] that the tracked ones send."""
+    """Selects `new` for tracked clients and `old` for the others; returns it and its change [C, d] from `old`."""
     kept = torch.where(rows.tracked, new, old)
     return kept, kept - old

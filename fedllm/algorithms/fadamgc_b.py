@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fedllm.algorithms.base import (
     Algorithm,
     Reduced,
     RoundInfo,
     Rows,
-    State,
     Vectors,
     adam_direction,
     descend,
@@ -21,7 +17,13 @@ from fedllm.algorithms.base import (
     track,
     update_moments,
 )
-from fedllm.settings import setting
+from fedllm.common.lazy import torch
+from fedllm.common.schema import setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedllm.common.tensors import State
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Vectors, adam_direction, descend, require_positive
+from fedllm.common.lazy import torch
+from fedllm.common.schema import setting
 
-from fedllm.algorithms.base import (
-    Algorithm,
-    Reduced,
-    RoundInfo,
-    State,
-    Vectors,
-    adam_direction,
-    descend,
-    require_positive,
-)
-from fedllm.settings import setting
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedllm.common.tensors import State
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
+from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Vectors, descend, require_fraction
+from fedllm.common.schema import setting
 
-from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, State, Vectors, descend, require_fraction
-from fedllm.settings import setting
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedllm.common.tensors import State
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fedllm.algorithms.base import (
     Algorithm,
     Reduced,
     RoundInfo,
     Rows,
-    State,
     Vectors,
     descend,
     require_fraction,
@@ -21,7 +17,13 @@ from fedllm.algorithms.base import (
     rows_of,
     track,
 )
-from fedllm.settings import setting
+from fedllm.common.lazy import torch
+from fedllm.common.schema import setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedllm.common.tensors import State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class PAdaMFed(Algorithm):
         return {"c": "d"}
 
     def free_rates(self, info: RoundInfo) -> tuple[float, float, float]:
-        """beta, gamma and eta of the run, those that are set as they are set."""
+        """(beta, gamma, eta): each as set, or by its default formula."""
         SK, K, T_total = info.sampled * info.local_steps, info.local_steps, self.total_rounds or info.total
         beta = min(1.0, (SK / T_total) ** 0.5) if self.beta is None else self.beta
         gamma = SK**0.25 / T_total**0.75 if self.gamma is None else self.gamma

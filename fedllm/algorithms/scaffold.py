@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
+from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, Vectors, descend, track
 
-from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, State, Vectors, descend, track
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedllm.common.tensors import State
 
 
 @dataclass(frozen=True, kw_only=True)

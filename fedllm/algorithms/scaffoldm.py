@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fedllm.algorithms.base import (
     Algorithm,
     Reduced,
     RoundInfo,
     Rows,
-    State,
     Vectors,
     descend,
     require_fraction,
     rows_of,
     track,
 )
-from fedllm.settings import setting
+from fedllm.common.schema import setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedllm.common.tensors import State
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Blocks of coordinates that share one second-moment number, by the role of each weight (FedAdamW paper, Appendix D).
+"""Partitions coordinates into blocks with one second moment each, by each weight's role (FedAdamW paper, App. D).
 
 Usable alone, in any torch project:
 
@@ -9,7 +9,7 @@ Usable alone, in any torch project:
     v = bp.expand(small)         # [..., B] -> [..., d]
     print(bp.table())
 
-Imports torch and nothing else.
+Its only dependency is torch.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ def partition(
     unknown: str = "error",
     min_block_size: int | None = None,
 ) -> BlockPartition:
-    """Cut a model's parameters, flattened and joined in the order of model.named_parameters(), in blocks.
+    """Partition a model's parameters, flattened and joined in the order of model.named_parameters(), into blocks.
 
     scheme: `hessian`: query and key weights by attention head; every other matrix by output neuron, token, class or
-            LoRA direction (its rows; the columns of a GPT-2 Conv1D, with its fused query, key and value told apart);
-            vectors whole. `tensor`: one block a tensor. `elementwise`: one a coordinate. `none`: one in all.
+            LoRA direction (its rows; the columns of a GPT-2 Conv1D, its fused query, key and value separately);
+            a vector is one block. `tensor`: one block per tensor. `elementwise`: one block per coordinate. `none`: one
+            block in total.
     trainable_only: only the parameters that require a gradient.
-    unknown: what becomes of a weight whose role cannot be told: `error`, or `tensor` (one block). An attention of an
-            unknown layout does not stand in the way of the rest if none of its own weights are to be cut.
-    min_block_size: merge neighbouring blocks inside a tensor until each has so many coordinates, or is the whole
-            tensor. This is the paper's cap of floor(d / min_block_size) blocks, kept tensor by tensor.
+    unknown: what to do with a weight of unknown role: `error`, or `tensor` (one block). An attention of unknown layout
+            is ignored if none of its own weights are to be partitioned.
+    min_block_size: merge neighbouring blocks of a tensor until each has at least so many coordinates, or is the whole
+            tensor. The paper's limit of floor(d / min_block_size) blocks then holds for each tensor.
 
-    Raises RoleError (a ValueError) naming the weights whose role cannot be told, and ValueError for a wrong argument
+    Raises RoleError (a ValueError) naming the weights of unknown role, and ValueError for a wrong argument
     or a model with nothing to partition. Source: FedAdamW paper, Appendix D (D.3 for `tensor`).
     """
     if scheme not in SCHEMES:
@@ -82,6 +83,6 @@ def _tiles(model: nn.Module, shapes: dict[str, torch.Size], scheme: str, unknown
 
 
 def _slices(shapes: dict[str, torch.Size]) -> dict[str, slice]:
-    """Where each parameter lies in the flat vector."""
+    """The slice of the flat vector that each parameter occupies."""
     stops = list(accumulate(shape.numel() for shape in shapes.values()))
     return {name: slice(start, stop) for name, start, stop in zip(shapes, [0, *stops[:-1]], stops, strict=True)}

@@ -1,4 +1,4 @@
-"""Where a model's attention is: exact child names of known layouts, shapes checked against the config; no guess."""
+"""Finds a model's attentions by the exact child names of known layouts; checks their shapes against the config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
 
 
 class RoleError(ValueError):
-    """A weight, or a whole model's attention, whose role cannot be told. Names it, its shape, and what would help."""
+    """Raised for a weight or an attention of unknown role. The message has its name, its shape and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def find_attention(model: nn.Module) -> list[Attention]:
     """Every attention of the model (PEFT-wrapped or not), in module order; [] for a model that has none.
 
     Heads come from the nearest enclosing module whose config names them (num_attention_heads, num_key_value_heads,
-    head_dim or hidden_size), so a backbone inside another module is found too.
+    head_dim or hidden_size), so a backbone inside another module is also found.
 
     Raises RoleError where a config has attention heads but no known layout is found, where a layout is incomplete or
     has no config, and where a projection's shape does not agree with the config.
@@ -84,7 +84,7 @@ def find_attention(model: nn.Module) -> list[Attention]:
 
 
 def strange_attentions(modules: dict[str, nn.Module]) -> list[str]:
-    """Paths of the modules that are an attention by the name of their class, whatever their layout."""
+    """Paths of the modules whose class name contains "Attention", of known or unknown layout."""
     return [path for path, module in modules.items() if "Attention" in type(module).__name__]
 
 
@@ -99,12 +99,12 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def _stems_from_conv1d(layer: nn.Module) -> bool:
-    """Whether the layer is a Conv1D or the quantised linear layer that transformers put in the place of one."""
+    """Whether the layer is a Conv1D, or a quantised linear layer by which transformers replaced a Conv1D."""
     return is_conv1d(layer) or getattr(getattr(layer, "source_cls", None), "__name__", None) == _CONV1D
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer, None for any other; from its attributes, since quantised weights are packed."""
+    """(in, out) of a linear layer, None for any other. Read from attributes, since quantised weights are packed."""
     layer = unwrap(module)
     if is_conv1d(layer):
         rows, columns = layer.get_parameter("weight").shape
@@ -162,11 +162,12 @@ def _check(modules: dict[str, nn.Module], path: str, side: str, expected: int, r
 
 
 def _head_counts(modules: dict[str, nn.Module], path: str, query: str, parts: int) -> tuple[int, int, int]:
-    """num_heads, num_kv_heads and head_dim from the nearest enclosing config that names heads. parts: of the outputs at
-    `query`, of which the queries are one."""
+    """(num_heads, num_kv_heads, head_dim) from the nearest enclosing config that names heads.
+
+    parts: the number of equal parts of the outputs at `query`: 3 for a fused query, key and value, else 1."""
     config = next((c for c in _configs(modules, path) if getattr(c, "num_attention_heads", None)), None)
     if config is None or not _num_heads(config):
-        # The config has one count a stage, or there is no config.
+        # The config has one number of heads per stage, or there is no config.
         if counted := _own_heads(modules, path, query, parts):
             return counted
         raise RoleError(
@@ -182,7 +183,7 @@ def _head_counts(modules: dict[str, nn.Module], path: str, query: str, parts: in
         if not isinstance(hidden, int) or hidden % heads:
             raise RoleError(f"{type(config).__name__} has {heads} heads but hidden_size {hidden} and no head_dim")
         head_dim = hidden // heads
-    for holder in _holders(path, query):  # the module's own count, where it keeps one, must agree
+    for holder in _holders(path, query):  # the module's own number of heads, if it has one, must agree
         for attribute in _HEAD_COUNTS:
             own = getattr(modules[holder], attribute, heads)
             if isinstance(own, int) and own != heads:
@@ -191,7 +192,7 @@ def _head_counts(modules: dict[str, nn.Module], path: str, query: str, parts: in
 
 
 def _own_heads(modules: dict[str, nn.Module], path: str, query: str, parts: int) -> tuple[int, int, int] | None:
-    """The same from the attention's own attributes, if it keeps a count of heads that divides its queries."""
+    """As _head_counts, from the attention's own attributes; None if no number of heads divides its queries."""
     sizes = features(modules[query])
     for holder in _holders(path, query):
         for attribute in _HEAD_COUNTS:
@@ -202,12 +203,12 @@ def _own_heads(modules: dict[str, nn.Module], path: str, query: str, parts: int)
 
 
 def _holders(path: str, query: str) -> tuple[str, str]:
-    """The modules that may keep a count of heads: the attention, and the one that holds its query."""
+    """The modules that may have a number of heads: the attention, and the parent of its query."""
     return path, query.rpartition(".")[0]
 
 
 def _configs(modules: dict[str, nn.Module], path: str) -> Iterator[object]:
-    """The configs of the module at `path` and of those that enclose it, from the nearest outwards."""
+    """The configs of the module at `path` and of all enclosing modules, innermost first."""
     while True:
         yield getattr(modules[path], "config", None)
         if not path:
@@ -225,7 +226,7 @@ def _refuse_unseen_attention(modules: dict[str, nn.Module], found: list[Attentio
     seen = [config for attention in found for config in _configs(modules, attention.name)]
     for path, module in modules.items():
         config = getattr(module, "config", None)
-        if _num_heads(config) and config not in seen:  # PEFT copies a head with its config, so by value
+        if _num_heads(config) and config not in seen:  # compare by value: PEFT copies a head with its config
             where = f" (at {path})" if path else ""
             raise RoleError(
                 f"{type(module).__name__}{where}: its {type(config).__name__} has {_num_heads(config)} heads, "

@@ -1,4 +1,4 @@
-"""The flat vector cut in blocks: sizes, names, block means and their expansion. Knows nothing of models."""
+"""A partition of a flat vector into blocks: sizes, names, block means and their expansion. Independent of models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Run:
-    """`count` blocks of one kind side by side, each `width` coordinates wide.
+    """`count` adjacent blocks of one kind, each `width` coordinates wide.
 
-    A block covers `members` units (heads, rows, ...) from unit `first` on: one, unless neighbours were merged.
+    Each block covers `members` units (heads, rows, ...): 1, or more if neighbouring blocks were merged. The first block
+    starts at unit `first`.
     """
 
     label: str
@@ -38,10 +39,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Tile:
-    """A stretch of the flat vector, usually one tensor: its `runs`, from left to right, `repeats` times over.
+    """A contiguous part of the flat vector, usually one tensor: the sequence of `runs`, repeated `repeats` times.
 
     Row-major [out, in] storage has contiguous blocks: repeats = 1. In a transposed weight [in, out] the blocks are
-    columns, so every block takes part in each of the repeats = in passes.
+    columns. Each of its rows then has coordinates of every block: repeats = in.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Tile:
 
     @property
     def span(self) -> int:
-        """Coordinates of one pass over the runs."""
+        """Number of coordinates of one repeat."""
         return sum(run.count * run.width for run in self.runs)
 
     @property
@@ -63,10 +64,10 @@ class Tile:
         return sum(run.count for run in self.runs)
 
     def merged(self, minimum: int) -> Tile:
-        """Neighbouring blocks joined until each has at least `minimum` coordinates; what is left over joins the last.
+        """Merges neighbouring blocks until each has at least `minimum` coordinates; a remainder joins the last block.
 
-        Runs are kept apart (a query head is not joined with value rows) unless one is too small as a whole: then the
-        tensor is one block.
+        Blocks of different runs are not merged (a query head not with value rows). If a whole run has fewer than
+        `minimum` coordinates, the tensor becomes one block.
         """
         if any(self.repeats * run.count * run.width < minimum for run in self.runs):
             return whole(self.name, self.role, self.dim)
@@ -89,12 +90,12 @@ def whole(name: str, role: str, dim: int) -> Tile:
 
 @dataclass(frozen=True, repr=False)
 class BlockPartition:
-    """A partition of the d coordinates of a flat vector in B blocks, each sharing one second-moment number.
+    """A partition of the d coordinates of a flat vector into B blocks; each block has one second moment.
 
     Made by `partition(model)`, or without a model by `elementwise(dim)` and `single(dim)`. FedAdamW paper, Appendix D.
 
     slices: parameter name -> its slice of the flat vector (empty without a model).
-    device: where `sizes` lives; `means` and `expand` work on whatever device their argument is on.
+    device: of `sizes`; `means` and `expand` compute on the device of their argument.
     """
 
     tiles: tuple[Tile, ...]
@@ -120,17 +121,17 @@ class BlockPartition:
 
     @cached_property
     def dim(self) -> int:
-        """d, the coordinates of the flat vector."""
+        """d, the number of coordinates of the flat vector."""
         return sum(tile.dim for tile in self.tiles)
 
     @cached_property
     def num_blocks(self) -> int:
-        """B."""
+        """B, the number of blocks."""
         return sum(tile.num_blocks for tile in self.tiles)
 
     @cached_property
     def sizes(self) -> Tensor:
-        """[B] int64: the coordinates of each block; they sum to d."""
+        """[B] int64: the number of coordinates of each block; they sum to d."""
         counts = [run.count for tile in self.tiles for run in tile.runs]
         widths = [tile.repeats * run.width for tile in self.tiles for run in tile.runs]
         return torch.tensor(widths).repeat_interleave(torch.tensor(counts)).to(self.device)
@@ -141,14 +142,14 @@ class BlockPartition:
         return [name for tile in self.tiles for run in tile.runs for name in run.names(tile.name)]
 
     def means(self, v: Tensor) -> Tensor:
-        """[..., d] -> [..., B]: the plain mean of each block. No gradient; elementwise returns v itself, not a copy."""
+        """[..., d] -> [..., B]: the mean of each block. No gradient. `elementwise` returns v itself, not a copy."""
         flat = self._checked(v, self.dim, "means")
         if self.num_blocks == self.dim:
             return flat
         return torch.cat([_block_means(blocks) for blocks, _ in self._views(flat)], dim=-1)
 
     def expand(self, b: Tensor) -> Tensor:
-        """[..., B] -> [..., d]: each block's number at its coordinates. No gradient; elementwise returns b itself."""
+        """[..., B] -> [..., d]: each block's number at its coordinates. No gradient. `elementwise` returns b."""
         numbers = self._checked(b, self.num_blocks, "expand")
         if self.num_blocks == self.dim:
             return numbers
@@ -158,9 +159,9 @@ class BlockPartition:
         return flat
 
     def table(self) -> str:
-        """Plain text, by role: tensors, coordinates, blocks and bytes saved.
+        """A plain-text table, one row per role: tensors, coordinates, blocks and bytes saved.
 
-        Saved is what one client's block means take less than its whole second moment, both in float32.
+        Bytes saved: size of one client's whole second moment minus size of its block means, both in float32.
         """
         tensors, coordinates, blocks = Counter[str](), Counter[str](), Counter[str]()
         for tile in self.tiles:
@@ -177,10 +178,10 @@ class BlockPartition:
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
     def _views(self, flat: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """The runs as views [..., repeats, count, width] of flat [..., d], each with its span of block numbers.
+        """Yields each run as a view [..., repeats, count, width] of flat [..., d], with the slice of its block numbers.
 
-        Views, not an index map: nothing of size d is stored or gathered, and each reduction is an ordinary,
-        deterministic sum over the trailing dimension.
+        Views need no index map, so nothing of size d is stored or gathered. Each reduction is a deterministic sum over
+        the last dimension.
         """
         batch = flat.shape[:-1]
         start = block = 0
@@ -204,9 +205,9 @@ class BlockPartition:
 
 
 def _block_means(blocks: Tensor) -> Tensor:
-    """[..., repeats, count, width] -> [..., count]: the mean within each pass, then over the passes.
+    """[..., repeats, count, width] -> [..., count]: the mean over `width`, then over `repeats`.
 
-    One sum over both dimensions would round ten times worse in float32.
+    The rounding error of one sum over both dimensions is ten times larger in float32.
     """
     within = blocks.mean(-1)
     return within.mean(-2) if within.shape[-2] > 1 else within.squeeze(-2)

@@ -1,4 +1,4 @@
-"""The blocks of every tensor by its role: the layer it belongs to and where that stands, never what a name contains."""
+"""The blocks of every tensor by its role. The role follows from the tensor's layer and its place in the module tree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ADVICE = "pass unknown='tensor' to give every weight without a role one block"
 def role_tiles(model: nn.Module, shapes: dict[str, torch.Size], unknown: str) -> list[Tile]:
     """The blocks of each named parameter, in order.
 
-    Raises RoleError naming the weights that have no role (unknown='error'), or what find_attention could not tell.
+    Raises RoleError naming the weights that have no role (unknown='error'), and if find_attention raises it.
     """
     roles = Roles.of(model, unknown, shapes)
     tiles = {name: roles.tile(name, shape) for name, shape in shapes.items()}
@@ -41,10 +41,10 @@ def _refuse(strangers: Iterable[tuple[str, torch.Size]]) -> None:
 
 @dataclass(frozen=True)
 class Roles:
-    """What a model's module tree says of its layers.
+    """The roles of a model's layers, as found in its module tree.
 
     projections: layer path -> its role in an attention, and that attention.
-    attentions: paths inside which a linear layer that is no known projection has no role.
+    attentions: paths of attentions; inside them, a linear layer that is no known projection has no role.
     """
 
     modules: dict[str, nn.Module]
@@ -54,8 +54,10 @@ class Roles:
 
     @classmethod
     def of(cls, model: nn.Module, unknown: str, wanted: Iterable[str]) -> Roles:
-        """Resolve a model. If its attention cannot be, but holds none of the parameters `wanted`, only the layers in it
-        are without a role; if it holds some, unknown='tensor' leaves every linear layer without one."""
+        """Finds the roles of a model's layers.
+
+        If an attention is of unknown layout and has none of the parameters `wanted`, only its own layers have no role.
+        If it has some, unknown='error' raises RoleError; unknown='tensor' leaves every linear layer without a role."""
         modules = modules_by_path(model)
         places = find_places(modules)
         try:
@@ -75,11 +77,11 @@ class Roles:
         return cls(modules, places, projections, [attention.name for attention in found])
 
     def tile(self, name: str, shape: torch.Size) -> Tile:
-        """The blocks of one tensor; one block, of role UNKNOWN, where its role cannot be told."""
+        """The blocks of one tensor. A tensor without a role is one block of role UNKNOWN."""
         if len(shape) < 2:
             return whole(name, "vector", shape.numel())
         tile = self._matrix_tile(name, shape) if len(shape) == 2 else None
-        # A tile that does not cover its tensor: an adapter or a packed weight in an unfamiliar shape.
+        # An adapter or a packed weight of unexpected shape gives a tile that does not cover its tensor.
         if tile is None or tile.dim != shape.numel():
             return whole(name, UNKNOWN, shape.numel())
         return tile
@@ -98,7 +100,7 @@ class Roles:
         if part != LAYER:
             return None
         if isinstance(module, nn.MultiheadAttention):
-            role = _MULTIHEAD[leaf]  # it has no other matrix of its own
+            role = _MULTIHEAD[leaf]  # a MultiheadAttention has no other matrices
         elif leaf != "weight" or shape != _weight_shape(module):
             return None
         transposed = is_conv1d(module)
@@ -117,7 +119,7 @@ class Roles:
 
 
 def _neurons(role: str, attention: Attention | None, count: int) -> tuple[Run, ...]:
-    """The blocks of a layer's `count` output neurons, widths in neurons: heads in query and key, else single ones."""
+    """The blocks of a layer's `count` output neurons, widths in neurons: per head in query and key, else per neuron."""
     if attention is None or role not in ("query", "key", FUSED):
         return (Run("row", count, 1),)
     query = Run("head", attention.num_heads, attention.head_dim)
@@ -149,7 +151,7 @@ def _tile(name: str, role: str, neurons: tuple[Run, ...], shape: torch.Size, tra
 
 
 def _weight_shape(module: nn.Module) -> tuple[int, int] | None:
-    """The shape of a layer's weight when stored plainly; None for a layer that is neither linear nor an embedding."""
+    """The shape of a layer's weight when not quantised; None for a layer that is neither linear nor an embedding."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return module.num_embeddings, module.embedding_dim
     sizes = features(module)

@@ -1,4 +1,4 @@
-"""PEFT's wrappers around a layer, recognised by their structure, so that peft need not be imported.
+"""Finds the layers inside PEFT's wrappers. Wrappers are recognised by their structure; peft is not imported.
 
 LoRA layer              X.base_layer (the layer itself), X.lora_A.<adapter>, X.lora_B.<adapter>, ...
 modules_to_save         X.original_module, X.modules_to_save.<adapter>
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from torch import nn
 
 LAYER = "layer"
-"""The part of a place that is the layer itself and not an adapter beside it."""
+"""The `part` of a Place for the layer itself, as opposed to an adapter."""
 
 _INNER = ("base_layer", "original_module")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module stands once the wrappers are looked through.
+    """The layer that a module belongs to, with wrappers removed.
 
-    owner: path of the layer it belongs to, that is of its outermost wrapper ('h.0.query' for 'h.0.query.base_layer').
+    owner: path of that layer, which is the path of its outermost wrapper ('h.0.query' for 'h.0.query.base_layer').
     part: LAYER, or the name of the adapter's part ('lora_A', 'lora_B', ...).
     """
 
@@ -30,7 +30,7 @@ class Place:
 
 
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module under every path it is reached by (a shared layer has several), parents before their children."""
+    """Path -> module, parents before their children. A shared layer has several paths."""
     return dict(model.named_modules(remove_duplicate=False))
 
 
@@ -56,7 +56,7 @@ def find_places(modules: dict[str, nn.Module]) -> dict[str, Place]:
             places[path] = Place(above.owner, LAYER)
         elif is_wrapper(holder):
             places[path] = Place(above.owner, child)
-        elif isinstance(holder, nn.ModuleDict) and above.owner != parent:  # a wrapper's dictionary, adapter by adapter
+        elif isinstance(holder, nn.ModuleDict) and above.owner != parent:  # a wrapper's dictionary of adapters
             places[path] = above
         else:
             places[path] = Place(path, LAYER)

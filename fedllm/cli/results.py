@@ -1,0 +1,47 @@
+"""The commands over what runs left: report and export."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedllm.cli.options import add_command
+
+if TYPE_CHECKING:
+    from fedllm.cli.options import Commands
+
+
+def add_commands(commands: Commands) -> None:
+    """Adds report and export."""
+    report = add_command(commands, "report", _report, "tables, figures and a page of run folders")
+    report.add_argument("runs", nargs="+", type=Path, help="run folders")
+    report.add_argument("--out", type=Path, help="folder for them; default report beside the first run")
+    report.add_argument(
+        "--target", action="append", default=[], metavar="METRIC=VALUE", help="count the rounds to it; may be repeated"
+    )
+
+    export = add_command(commands, "export", _export, "export the adapter of a run's newest checkpoint")
+    export.add_argument("run", type=Path, help="run folder, finished or not")
+    export.add_argument("--out", type=Path, help="folder; default <run>/adapter")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from fedllm.results.reader import require_readable
+
+    require_readable(arguments.runs)  # before what draws is loaded
+    from fedllm.reporting.report import parse_target, report
+
+    report(arguments.runs, arguments.out, targets=[parse_target(text) for text in arguments.target])
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from fedllm.results.reader import require_run_folder
+
+    require_run_folder(arguments.run)  # before torch is loaded
+    from fedllm.common.console import say
+    from fedllm.experiment.export import export_adapter
+
+    say(f"adapter written to {export_adapter(arguments.run, arguments.out)}")
+    return 0

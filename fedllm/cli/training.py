@@ -1,0 +1,97 @@
+"""The commands that train: run, tune, sweep and suite.
+
+Each reads and checks its recipes first, in every process that a launcher started, and imports torch after that.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedllm.cli.options import add_command, add_recipe, grid_keys, one_speaks, recipe_keys
+from fedllm.common.errors import RunError
+
+if TYPE_CHECKING:
+    from fedllm.cli.options import Commands
+
+
+def add_commands(commands: Commands) -> None:
+    """Adds run, tune, sweep and suite."""
+    run = add_command(commands, "run", _run, "run a recipe", recipe_keys, resumes=True)
+    add_recipe(run)
+    run.add_argument("--dry-run", action="store_true", help="check everything up to the first step and print the plan")
+    run.add_argument("--profile", action="store_true", help="measure where the rounds' time goes and print it")
+
+    what = "measure how many clients to train together and in how many slices, and write the best into the recipe"
+    tune = add_command(commands, "tune", _tune, what, recipe_keys)
+    add_recipe(tune)
+    tune.add_argument("--dry-run", action="store_true", help="print only; the recipe stays as it is")
+
+    what = "run a grid of settings and seeds over a recipe"
+    sweep = add_command(commands, "sweep", _sweep, what, grid_keys, resumes=True)
+    sweep.add_argument("recipe", help="a recipe's YAML file")
+    sweep.add_argument("grid", help="a grid's YAML file")
+    sweep.add_argument("overrides", nargs="*", metavar="section.key=value", help="on top of every cell")
+    sweep.add_argument("--out", type=Path, help="folder of the runs; default runs/<recipe>-<grid>")
+    sweep.add_argument("--only", action="append", default=[], metavar="CASE", help="this case only; may be repeated")
+    sweep.add_argument("--dry-run", action="store_true", help="check every cell and list them")
+
+    what = "run a paper's table: a recipe per task, to one table of scores"
+    suite = add_command(commands, "suite", _suite, what, resumes=True)
+    suite.add_argument("name", choices=["glue", "20news"], help="the tasks")
+    suite.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
+    suite.add_argument("--model", help="the recipes <task>_MODEL.yaml; default: the paper's model, or else minilm")
+    suite.add_argument("--algorithm", help="default: the recipes' own")
+    suite.add_argument("--recipes", type=Path, default=Path("recipes"), help="folder of the recipes (default recipes)")
+    suite.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs and the table (default runs)")
+    suite.add_argument("--beside", type=Path, metavar="CSV", help="scores for a column of their own: a scores.csv")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from fedllm.config.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from fedllm.experiment.run import dry_run, run
+
+    if arguments.dry_run:
+        dry_run(recipe)
+    else:
+        run(recipe, profile=arguments.profile)
+    return 0
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from fedllm.config.recipe import load_recipe
+
+    load_recipe(arguments.recipe, arguments.overrides)
+    from fedllm.experiment.tune import tune
+
+    tune(Path(arguments.recipe), arguments.overrides, dry_run=arguments.dry_run)
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from fedllm.sweeps.sweep_plan import list_cells, plan_sweep
+
+    plan = plan_sweep(arguments.recipe, arguments.grid, arguments.out, arguments.overrides, arguments.only)
+    if arguments.dry_run:
+        with one_speaks():
+            list_cells(plan)
+        return 0
+    from fedllm.sweeps.sweep import run_sweep
+
+    run_sweep(plan)
+    return 0
+
+
+def _suite(arguments: argparse.Namespace) -> int:
+    from fedllm.sweeps.suite_plan import plan_suite
+
+    chosen = (arguments.name, arguments.model, arguments.algorithm, arguments.overrides)
+    plan_suite(*chosen, recipes=arguments.recipes)
+    from fedllm.sweeps.paper_suite import run_suite
+
+    if not run_suite(*chosen, recipes=arguments.recipes, out=arguments.out, beside=arguments.beside):
+        raise RunError("not every task could be run; see above")
+    return 0

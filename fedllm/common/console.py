@@ -1,0 +1,85 @@
+"""What a user sees while a run goes on: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+console = Console(highlight=False)
+ProgressCallback = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
+_PATIENCE = 2.0  # seconds of silence before a plain line says what is being done
+
+
+def say(text: str, style: str = "") -> None:
+    """Prints a line for the user, which is not wrapped, so that paths stay whole."""
+    console.print(text, style=style or None, soft_wrap=True, markup=False)
+
+
+def warn(text: str) -> None:
+    """Prints a warning: something went wrong, and the run goes on."""
+    say(text, "yellow")
+
+
+@contextmanager
+def stage(what: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A stage of preparation; yields progress(what, done, total). Says what took longer than two seconds."""
+    began = last = time.monotonic()
+
+    def progress(doing: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > _PATIENCE:
+            last = time.monotonic()
+            say(f"{doing}: {done:,} of {total:,}", "dim")
+
+    if console.is_terminal:
+        with console.status(what):
+            yield progress
+    else:
+        yield progress
+    if (took := time.monotonic() - began) > _PATIENCE:
+        say(f"{what}: {took:.1f} s", "dim")
+
+
+class RoundProgress:
+    """The bar of a run's rounds, or on anything but a terminal a line at least every few seconds."""
+
+    def __init__(self, rounds: int, start: int) -> None:
+        self._rounds, self._round, self._last = rounds, start, time.monotonic()
+        self._bar = Progress(
+            TextColumn("[bold]round[/]"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[step]}"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=rounds, completed=start, step="", note="")
+
+    def __enter__(self) -> RoundProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, done: int, total: int) -> None:
+        """Client-steps done of this round's total."""
+        if console.is_terminal:
+            self._bar.update(self._task, completed=self._round + 0.99 * done / total, step=f"{done}/{total} steps")
+        elif time.monotonic() - self._last > 10:
+            self._last = time.monotonic()
+            say(f"round {self._round + 1}/{self._rounds}: {done} of {total} client-steps", "dim")
+
+    def finish(self, round: int, note: str) -> None:
+        """Shows that a round is done. note: its figures in a few words."""
+        self._round, self._last = round, time.monotonic()
+        if console.is_terminal:
+            self._bar.update(self._task, completed=round, note=note)
+        else:
+            say(f"round {round}/{self._rounds}  {note}")

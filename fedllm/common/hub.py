@@ -1,0 +1,75 @@
+"""Resolves names of models and data sets: a path, a local hub, or a Python package (`package:<module>`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Literal
+
+from fedllm.common.errors import UserError
+
+Kind = Literal["models", "datasets"]
+PACKAGE = "package:"
+
+
+def package_path(name: str) -> Path:
+    """Folder of `package:<module>[/sub/folder]`; the module's code is located, never run.
+
+    Raises UserError if the package is not installed or the folder is not in it.
+    """
+    module, _, inside = name.removeprefix(PACKAGE).partition("/")
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            f"{name}: the Python package '{module}' is not installed; run: pip install {module.replace('_', '-')}"
+        )
+    root = Path(next(iter(spec.submodule_search_locations))).resolve()
+    path = (root / inside).resolve()
+    if not path.is_relative_to(root) or not path.exists():
+        raise UserError(f"{name}: package '{module}' is installed in {root}, but holds no '{inside}'")
+    return path
+
+
+def local_hub(setting: str | None = None) -> Path | None:
+    """The local hub: `run.local_hub` if given, else FEDLLM_LOCAL_HUB, else None. UserError if it is no folder."""
+    value = setting or os.environ.get("FEDLLM_LOCAL_HUB")
+    if not value:
+        return None
+    path = Path(value).expanduser()
+    if not path.is_dir():
+        source = "run.local_hub" if setting else "FEDLLM_LOCAL_HUB"
+        raise UserError(f"{source}={value}: no such folder (a local hub holds models/<name>/ and datasets/<name>/)")
+    return path
+
+
+def find_local(kind: Kind, name: str, hub: str | None = None) -> Path | None:
+    """Folder or file that `name` leads to without a network, or None if only the Hugging Face cache or hub can have it.
+
+    Order: `package:` names, an existing path, then `<local hub>/<kind>/<name>`.
+    """
+    if name.startswith(PACKAGE):
+        return package_path(name)
+    if (path := Path(name).expanduser()).exists():
+        return path
+    if (root := local_hub(hub)) and (path := root / kind / name).exists():
+        return path
+    return None
+
+
+def not_found(kind: Kind, name: str, hub: str | None, cause: BaseException | str) -> UserError:
+    """The one error for a name found nowhere: lists every place that was looked in."""
+    root = local_hub(hub)
+    noun = "model" if kind == "models" else "data set"
+    local = f"{root / kind / name}" if root else "no local hub set (FEDLLM_LOCAL_HUB or run.local_hub)"
+    reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    return UserError(
+        f"{noun} '{name}' was found nowhere. Looked for:\n"
+        f"  1. a path: {Path(name).expanduser().absolute()}\n"
+        f"  2. the local hub: {local}\n"
+        f"  3. the Hugging Face cache, then the hub: {reason}\n"
+        f"Check the name, name a folder, or use package:<module> for one that a Python package carries."
+    )

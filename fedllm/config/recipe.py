@@ -1,0 +1,260 @@
+"""Reads a recipe, YAML with overrides key=value, into frozen dataclasses: the only description of each setting."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import yaml
+
+from fedllm.algorithms import Algorithm, algorithm_class, load_algorithm
+from fedllm.common.errors import UserError
+from fedllm.common.schema import build, describe, key_aliases, keys, nearest, require_positive_settings, setting
+from fedllm.config.yaml_layers import read_layers
+from fedllm.data.settings import DataSettings, PartitionSettings
+from fedllm.models.settings import LoraSettings, ModelSettings
+
+MOST_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class FederationSettings:
+    """The rounds."""
+
+    rounds: int = setting(100, "number of rounds T")
+    clients_per_round: int = setting(10, "clients sampled each round S")
+    tracked_per_round: int | None = setting(None, "sampled clients that send their tracking vector; null = all S")
+    min_clients: int = setting(1, "accepted uploads below which the run stops")
+
+    def __post_init__(self) -> None:
+        require_positive_settings(self, "rounds", "clients_per_round", "min_clients")
+        if self.min_clients > self.clients_per_round:
+            raise UserError(
+                f"min_clients: found {self.min_clients}, expected at most clients_per_round={self.clients_per_round}"
+            )
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """A client's work in a round."""
+
+    epochs: int | None = setting(None, "passes over the client's data (1 where steps is not given either)")
+    steps: int | None = setting(None, "local steps K, instead of epochs; a client with few samples shuffles them again")
+    batch_size: int = setting(32, "samples per step; a client with fewer uses all that it has")
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.steps is not None:
+            raise UserError(f"steps: found both epochs={self.epochs} and steps={self.steps}, expected one of them")
+        require_positive_settings(self, "epochs", "steps", "batch_size")
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """Evaluation on the whole validation split."""
+
+    every: int = setting(1, "rounds between evaluations; the last round is always evaluated")
+    target: dict[str, float] | None = setting(None, "metric: value to reach, for rounds-to-target")
+    stop_at_target: bool = setting(False, "end the run when the target is reached")
+
+    def __post_init__(self) -> None:
+        require_positive_settings(self, "every")
+        if self.stop_at_target and not self.target:
+            raise UserError("stop_at_target: found true without a target, expected one such as {accuracy: 0.8}")
+        for name, value in (self.target or {}).items():
+            if value > 1:
+                raise UserError(f"target: found {name}: {value:g}, expected at most 1, where every metric ends")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How and where the run computes. Only seed and precision change results by more than rounding."""
+
+    seed: int = setting(0, "seed of every draw but the partition's")
+    dir: str | None = setting(None, "run folder; null = runs/<recipe>-s<seed>")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto = a GPU where there is one")
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "autocast dtype; auto = bfloat16 where it is fast"
+    )
+    threads: int | None = setting(None, "CPU threads per process; null = its part of the usable cores")
+    stacked_clients: int | Literal["auto"] = setting(
+        "auto", "clients trained together, in one forward and backward", aliases=("cohort",)
+    )
+    shares: int | Literal["auto"] = setting(
+        "auto", "parts into which the clients of a round are divided by their work; auto = one per process"
+    )
+    slices: int | Literal["auto"] = setting(
+        "auto",
+        "auto = several samples packed into each row; a number = padded rows in that many slices, by length",
+    )
+    gradient_checkpointing: bool = setting(
+        False, "store only the inputs of the model's blocks and recompute the rest: less memory, a third more time"
+    )
+    timeout: float = setting(3600.0, "seconds that one process waits for another before the run stops")
+    checkpoint_every: int = setting(10, "rounds between checkpoints")
+    resume: Literal["auto", "never"] = setting("auto", "auto = go on from the last good checkpoint in the run folder")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = setting(
+        ["tensorboard"], "where the numbers of each round are logged; [] = nowhere"
+    )
+    local_hub: str | None = setting(None, "folder with models/ and datasets/; null = FEDLLM_LOCAL_HUB")
+
+    def __post_init__(self) -> None:
+        require_positive_settings(self, "threads", "stacked_clients", "shares", "slices", "timeout", "checkpoint_every")
+        if self.threads and self.threads > MOST_THREADS:
+            raise UserError(f"threads: found {self.threads}, expected at most {MOST_THREADS}")
+
+
+@dataclass(frozen=True)
+class CostsSettings:
+    """What the simulated run time assumes."""
+
+    bandwidth_mbit: float = setting(100.0, "bandwidth of a client's link, Mbit/s")
+
+    def __post_init__(self) -> None:
+        require_positive_settings(self, "bandwidth_mbit")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A resolved recipe. `algorithm` is the section as given, defaults filled in; `load` makes the object."""
+
+    name: str
+    algorithm: dict[str, Any]
+    model: ModelSettings
+    lora: LoraSettings
+    data: DataSettings
+    partition: PartitionSettings
+    federation: FederationSettings
+    local: LocalSettings
+    eval: EvalSettings
+    run: RunSettings
+    costs: CostsSettings
+
+    def load_algorithm(self) -> Algorithm:
+        """The algorithm object of the `algorithm:` section."""
+        settings = {key: value for key, value in self.algorithm.items() if key != "name"}
+        return load_algorithm(self.algorithm["name"], **settings)
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Plain data, section by section, every default filled in."""
+        return {name: _plain(getattr(self, name)) for name in _SECTIONS}
+
+    def yaml(self) -> str:
+        """The resolved recipe as YAML that load_recipe reads back."""
+        return str(yaml.safe_dump(self.sections(), sort_keys=False, default_flow_style=None, width=100))
+
+
+SECTION_TYPES: dict[str, type] = {
+    "model": ModelSettings,
+    "lora": LoraSettings,
+    "data": DataSettings,
+    "partition": PartitionSettings,
+    "federation": FederationSettings,
+    "local": LocalSettings,
+    "eval": EvalSettings,
+    "run": RunSettings,
+    "costs": CostsSettings,
+}
+# Other names that recipes, grids and overrides may give for a key. What fedllm writes has the key.
+ALIASES = {(section, alias): key for section, cls in SECTION_TYPES.items() for alias, key in key_aliases(cls).items()}
+# Settings that change results by rounding at most. Runs that differ in them may be resumed and compared.
+FREE_KEYS = frozenset(
+    ("run", key)
+    for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads", "shares", "timeout", "trackers")
+)
+# Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
+CHOSEN_KEYS = ("stacked_clients", "slices")
+_SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file, with overrides "section.key=value" or "section={...}" on top.
+
+    A file may say `extends: other.yaml` (beside it) and give only what differs. It may list `algorithms:`, the settings
+    that each algorithm has in it; then `algorithm: fedavg` is enough to choose one, and is added to the recipe's name.
+    Raises UserError naming file, key, what was found and what was expected, before any model is loaded.
+    """
+    path = Path(path)
+    values = read_layers(path, overrides, ALIASES)
+    try:
+        return make_recipe(values, path.stem, str(path))
+    except UserError as error:
+        for override in overrides:
+            key = override.partition("=")[0].strip()
+            if str(error).startswith(f"{path}: {key}: "):
+                raise UserError(f"{error} (given as the override '{override}')") from None
+        raise
+
+
+def make_recipe(values: Mapping[str, Any], name: str, where: str) -> Recipe:
+    """A recipe from plain data, such as Recipe.sections gives. where: how errors name its place."""
+    for section in values:
+        if section not in (*_SECTIONS, "algorithms"):
+            inside = [f"{name}.{section}" for name, cls in SECTION_TYPES.items() if section in keys(cls)]
+            known = f" (did you mean '{inside[0]}'?)" if inside else nearest(str(section), [*_SECTIONS, "algorithms"])
+            raise UserError(f"{where}: unknown section '{section}'{known}; known sections: {', '.join(_SECTIONS)}")
+        if not isinstance(values[section], Mapping):
+            raise UserError(f"{where}: {section}: found {values[section]!r}, expected keys and values")
+    table = values.get("algorithms", {})
+    algorithm = _algorithm(values.get("algorithm", {}), table, where)
+    sections: dict[str, Any] = {
+        section: build(cls, values.get(section, {}), f"{where}: {section}.") for section, cls in SECTION_TYPES.items()
+    }
+    if sections["data"].name is None and sections["data"].train is None:
+        raise UserError(
+            f"{where}: data.name: missing; expected a data set's name, or data.train with data.text, data.label"
+        )
+    chosen = "_" + algorithm["name"].rpartition(":")[2]
+    if table and not name.endswith(chosen):
+        name += chosen
+    return Recipe(name=name, algorithm=algorithm, **sections)
+
+
+def own_keys(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a section, such as an earlier version wrote them, under the keys that the aliases stand for."""
+    return {ALIASES.get((section, key), key): value for key, value in values.items()}
+
+
+def _algorithm(values: Mapping[str, Any], table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The `algorithm:` section over the settings that the table `algorithms:` has for it, over its own defaults."""
+    if "name" not in values:
+        raise UserError(f"{where}: algorithm.name: missing; expected an algorithm, for example fadamgc")
+    for name, settings in table.items():
+        if not isinstance(settings, Mapping) or "name" in settings:
+            raise UserError(f"{where}: algorithms.{name}: found {settings!r}, expected settings such as {{lr: 0.1}}")
+        load_algorithm(str(name), where=f"{where}: algorithms.{name}", **settings)
+    name = str(values["name"])
+    given = {key: value for key, value in values.items() if key != "name"}
+    cls = type(load_algorithm(name, where=f"{where}: algorithm"))
+    listed = (settings for entry, settings in table.items() if algorithm_class(str(entry)) is cls)
+    algorithm = load_algorithm(name, where=f"{where}: algorithm", **{**next(listed, {}), **given})
+    filled = {key: getattr(algorithm, field) for key, field in keys(cls).items()}
+    return {"name": name, **_plain(filled)}
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and tuples as YAML's own types."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {key: _plain(getattr(value, name)) for key, name in keys(type(value)).items()}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def help_text() -> str:
+    """Every key of a recipe, its type, default and meaning, from the dataclasses."""
+    lines = []
+    for section, cls in SECTION_TYPES.items():
+        lines.append(f"{section}: {(cls.__doc__ or '').splitlines()[0]}")
+        defaults = cls()
+        for field in dataclasses.fields(cls):
+            kind = describe(get_type_hints(cls)[field.name])
+            default = "null" if (value := getattr(defaults, field.name)) is None else value
+            also = "".join(f"; also {section}.{alias}" for alias in field.metadata["aliases"])
+            lines.append(f"  {section}.{field.name:<18} {field.metadata['help']}  [{kind}; default {default}{also}]")
+        lines.append("")
+    lines.append("algorithm: name, lr, server_lr, ...: see `fedllm algorithms` and `fedllm algorithms NAME`")
+    lines.append("algorithms: the settings of each algorithm in this recipe; algorithm=NAME chooses one")
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""Converts the labels of a table to class ids or regression targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedllm.common.errors import UserError
+from fedllm.data.tables import Table
+
+KEY = "data.label"
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How the values of a label column map to class ids or regression targets.
+
+    names: class names in the order of their ids; () for a regression.
+    declared: whether the values are class ids that the data set declares. If not, they are class names.
+    """
+
+    names: tuple[str, ...]
+    declared: bool = False
+
+    def encode(self, table: Table, label: str) -> np.ndarray:
+        """A column as int64 ids or float32 targets [n]. Raises UserError that names the first invalid row."""
+        values = table.column(label, KEY)
+        if not self.names:
+            codes = [float(v) if type(v) in (int, float) and abs(v) <= _LARGEST else None for v in values]
+            expected = f"a finite number of at most {_LARGEST:.3g}, which is float32's largest"
+        elif self.declared:
+            codes = [v if type(v) is int and 0 <= v < len(self.names) else None for v in values]
+            expected = f"a class from 0 to {len(self.names) - 1} (data sets mark unlabelled rows by -1)"
+        else:
+            ids = {name: index for index, name in enumerate(self.names)}
+            codes = [ids.get(_class_name(v)) for v in values]
+            shown = ", ".join(self.names[:20]) + (", ..." if len(self.names) > 20 else "")
+            expected = f"a class of the training split: {shown}"
+        if None in codes:
+            row = codes.index(None)
+            raise UserError(
+                f"{table.source}, row {row + 1}, column '{label}': found {values[row]!r}, expected {expected}"
+            )
+        return np.array(codes, np.int64 if self.names else np.float32)
+
+
+def learn_coding(table: Table, label: str, regression: bool | None = None) -> Coding:
+    """The coding of a label column that declares no classes.
+
+    Unless the task is a regression, the classes are the sorted distinct values. regression: whether it is one; None
+    means yes if the values are numbers and not all whole. Raises UserError for values of mixed or other types, a
+    regression without numbers, a single class, or a column with nearly as many distinct values as rows.
+    """
+    values = table.column(label, KEY)
+    where = f"{table.source}, column '{label}'"
+    kinds = {type(value) for value in values}
+    numeric = kinds <= {int, float}
+    if not numeric and kinds not in ({str}, {bool}):
+        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise UserError(f"{where}: found values of type {found}; expected text, whole numbers or numbers")
+    if regression and not numeric:
+        raise UserError(f"{where}: found {values[0]!r}, expected numbers, as data.regression=true says")
+    if regression is None:
+        regression = numeric and not all(type(value) is int or value.is_integer() for value in values)
+    if regression:
+        return Coding(())
+    names = tuple(map(_class_name, sorted(set(values))))
+    for row, name in enumerate(map(_class_name, values), 1):
+        if not name.strip() or name.encode("utf-8", "replace").decode() != name:
+            raise UserError(f"{where}, row {row}: found {name!r}, expected a class's name in readable text")
+    if len(names) < 2:
+        raise UserError(f"{where}: every row has the label '{names[0]}'; expected two classes or more")
+    if len(values) >= 100 and len(names) > len(values) / 2:
+        raise UserError(f"{where}: {len(names)} classes in {len(values)} rows; {KEY} must name a column of classes")
+    return Coding(names)
+
+
+def _class_name(value: Any) -> str:
+    """The class name of a label. 1, 1.0 and "1" are one class, because the splits may differ in file format."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

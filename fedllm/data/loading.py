@@ -1,0 +1,235 @@
+"""Loads a training and a validation split of labelled texts, by data set name or from the user's files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedllm.common import hub
+from fedllm.common.console import ProgressCallback
+from fedllm.common.errors import UserError
+from fedllm.common.schema import nearest
+from fedllm.common.seeding import numpy_rng
+from fedllm.data.known_datasets import KNOWN_DATASETS, KnownDataset
+from fedllm.data.labels import Coding, learn_coding
+from fedllm.data.tables import READERS, Columns, Table, read_table
+
+if TYPE_CHECKING:
+    from fedllm.data.settings import DataSettings
+
+Reader = Callable[[Path], Table]
+Readers = dict[str, Callable[[], Table]]  # split name -> function that reads the split
+
+
+@dataclass(frozen=True)
+class Split:
+    """n labelled examples.
+
+    texts: one or two columns of n texts. labels: int64 class ids or float32 targets [n].
+    columns: the table's other columns by name, each with n values (partition.column names one of them).
+    """
+
+    texts: list[list[str]]
+    labels: np.ndarray
+    columns: Columns
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, rows: np.ndarray) -> Split:
+        """The examples at `rows`, in that order."""
+        picked = rows.tolist()
+        texts = [[column[row] for row in picked] for column in self.texts]
+        return Split(texts, self.labels[rows], {k: [v[row] for row in picked] for k, v in self.columns.items()})
+
+    def fingerprint(self) -> str:
+        """sha256 of the texts and labels, the same on every machine."""
+        digest = hashlib.sha256(f"{len(self)} {len(self.texts)} {self.labels.dtype.kind}".encode())
+        for column in self.texts:
+            digest.update(np.fromiter(map(len, column), "<i8").tobytes())
+            digest.update("".join(column).encode())
+        digest.update(self.labels.astype(self.labels.dtype.newbyteorder("<")).tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The two splits of a data set and the meaning of their labels.
+
+    classes: class names in the order of their ids; () if labels are numbers. fingerprint: that of the training split.
+    notes: messages to the user about changes made while reading.
+    """
+
+    name: str
+    train: Split
+    validation: Split
+    classes: tuple[str, ...]
+    fingerprint: str
+    notes: tuple[str, ...] = ()
+
+
+def load_dataset(
+    settings: DataSettings, local_hub: str | None = None, progress: ProgressCallback | None = None
+) -> Dataset:
+    """Loads the data set that a recipe's `data:` section describes, or any object with the same attributes.
+
+    With `name` (a known data set, one of the local or the Hugging Face hub, a folder or a file), `train` and
+    `validation` name its splits. Without `name`, `train` and `validation` are files or folders.
+    Without a validation split, a random fraction `holdout` of the training split is held out, per class if there are
+    classes. Then max_train and max_validation select uniform random subsets.
+    Labels: if the data set declares classes, their ids do not change. Otherwise, and with `regression`, see
+    labels.learn_coding.
+
+    Raises UserError that names the file or split and the wrong key, column, row or value.
+    """
+    _check(settings)
+    known = KNOWN_DATASETS.get(settings.name or "")
+    text = tuple(settings.text or (known.text if known else ("text",)))
+    label = settings.label or "label"
+    readers = _pick_splits(settings, known, partial(read_table, text=text, label=label), local_hub)
+    tables: dict[str, Table] = {}
+    for role, read in readers.items():
+        if progress:
+            progress(f"reading the {role} split", len(tables), len(readers))
+        tables[role] = read()
+
+    clean = known.clean if known else list
+    texts = {role: [clean(table.texts(column)) for column in text] for role, table in tables.items()}
+    coding = _coding(settings, known, tables, label)
+    splits = {
+        role: Split(texts[role], coding.encode(table, label), table.without(*text, label))
+        for role, table in tables.items()
+    }
+    seed = settings.holdout_seed
+    if "validation" not in splits:
+        splits["train"], splits["validation"] = _hold_out(splits["train"], settings.holdout, seed)
+    train = _subset(splits["train"], settings.max_train, seed, "train")
+    return Dataset(
+        name=settings.name or Path(str(settings.train)).stem,
+        train=train,
+        validation=_subset(splits["validation"], settings.max_validation, seed, "validation"),
+        classes=coding.names,
+        fingerprint=train.fingerprint(),
+        notes=tuple(note for table in tables.values() for note in table.notes),
+    )
+
+
+def _coding(settings: DataSettings, known: KnownDataset | None, tables: dict[str, Table], label: str) -> Coding:
+    declared = known.classes if known else tables["train"].classes.get(label)
+    if declared is None or settings.regression is not None:
+        return learn_coding(tables["train"], label, settings.regression)
+    for table in tables.values():
+        if (names := table.classes.get(label, declared)) != declared:
+            raise UserError(
+                f"{table.source}, column '{label}': declares the classes {', '.join(names)}, expected "
+                f"{', '.join(declared)}"
+            )
+    return Coding(declared, declared=True)
+
+
+def _check(settings: DataSettings) -> None:
+    label = settings.label or "label"
+    if not settings.name and not settings.train:
+        raise UserError("data: expected `name` (a data set) or `train` (a file or folder), found neither")
+    if settings.text is not None and len(settings.text) not in (1, 2):
+        raise UserError(f"data.text={settings.text}: expected one or two columns")
+    if settings.text and label in settings.text:
+        raise UserError(f"data.text={settings.text}: '{label}' is the label column; expected columns of text")
+    if settings.regression is not None and settings.name in KNOWN_DATASETS:
+        raise UserError(f"data.regression={settings.regression}: '{settings.name}' says itself; leave it out")
+    if not 0 < settings.holdout < 1:
+        raise UserError(f"data.holdout={settings.holdout}: expected a fraction between 0 and 1")
+    for key, limit in (("max_train", settings.max_train), ("max_validation", settings.max_validation)):
+        if limit is not None and limit < 1:
+            raise UserError(f"data.{key}={limit}: expected at least 1, or null for all")
+
+
+# Finding the splits
+
+
+def _pick_splits(settings: DataSettings, known: KnownDataset | None, read: Reader, local_hub: str | None) -> Readers:
+    """The functions that read the "train" split and, unless it is held out of it, the "validation" split."""
+    if settings.name is None:
+        paths = {"train": settings.train, "validation": settings.validation}
+        return {role: _file_reader(f"data.{role}", path, read) for role, path in paths.items() if path}
+    found = _find_splits(settings.name, known, read, local_hub)
+    wanted = {"train": settings.train or "train"}
+    default = known.validation if known else "validation"
+    if settings.validation or default in found:
+        wanted["validation"] = settings.validation or default
+    for role, split in wanted.items():
+        if split not in found:
+            raise UserError(
+                f"data.{role}: '{settings.name}' has no split '{split}'{nearest(split, list(found))}; "
+                f"it has: {', '.join(found)}"
+            )
+    return {role: found[split] for role, split in wanted.items()}
+
+
+def _file_reader(key: str, name: str, read: Reader) -> Callable[[], Table]:
+    path = hub.find_local("datasets", name)
+    if path is None:
+        raise UserError(f"{key}={name}: no such file or folder ({Path(name).expanduser().absolute()})")
+    return partial(read, path)
+
+
+def _find_splits(name: str, known: KnownDataset | None, read: Reader, local_hub: str | None) -> Readers:
+    """The splits of a named data set: one per file in its folder, or else the folder or file itself as "train"."""
+    path = hub.find_local("datasets", name, local_hub)
+    if path is None:
+        return _find_hub_splits(name, known, local_hub)
+    files = sorted(file for file in path.glob("*") if file.suffix.lower() in READERS)
+    return {file.stem: partial(read, file) for file in files} or {"train": partial(read, path)}
+
+
+def _find_hub_splits(name: str, known: KnownDataset | None, local_hub: str | None) -> Readers:
+    """The splits of `owner/name` or `owner/name/config` in the Hugging Face cache, or else on the hub."""
+    import datasets
+
+    parts = name.split("/", 2)
+    address = known.hub if known else ("/".join(parts[:2]), *parts[2:])
+    try:
+        found = datasets.load_dataset(*address)
+    except Exception as error:  # the library raises many types; the user gets one error
+        cause = str(error).partition("\n")[0] or type(error).__name__
+        raise hub.not_found("datasets", name, local_hub, cause + nearest(name, list(KNOWN_DATASETS))) from error
+
+    def read(split: str) -> Table:
+        data = found[split]
+        classes = {
+            key: tuple(kind.names) for key, kind in data.features.items() if isinstance(kind, datasets.ClassLabel)
+        }
+        return Table(f"{name}, split '{split}'", data.to_dict(), classes)
+
+    return {split: partial(read, split) for split in found}
+
+
+def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
+    """Splits off a random `fraction` of the rows; returns the remaining rows and the held-out rows.
+
+    Per class, at least one row remains, and at least one is held out if the class has two or more.
+    """
+    strata = split.labels if split.labels.dtype == np.int64 else np.zeros(len(split), np.int64)
+    held = np.zeros(len(split), bool)
+    for stratum in np.unique(strata):
+        rows = np.flatnonzero(strata == stratum)
+        count = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
+        held[numpy_rng(seed, "holdout", int(stratum)).permutation(rows)[:count]] = True
+    if not held.any():
+        raise UserError(
+            f"data.holdout={fraction}: found {len(split)} rows, one of each class, too few to hold any out; "
+            f"give data.validation"
+        )
+    return split.take(np.flatnonzero(~held)), split.take(np.flatnonzero(held))
+
+
+def _subset(split: Split, limit: int | None, seed: int, role: str) -> Split:
+    if limit is None or limit >= len(split):
+        return split
+    return split.take(np.sort(numpy_rng(seed, f"subset/{role}").choice(len(split), limit, replace=False)))

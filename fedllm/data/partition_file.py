@@ -1,0 +1,241 @@
+"""Draws the partition of the training samples over the clients, or reads it from a partition file and verifies it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedllm.common.errors import UserError
+from fedllm.common.schema import build, nearest
+from fedllm.data.partitioning import partition, stratify, summary
+from fedllm.data.settings import PartitionSettings
+
+if TYPE_CHECKING:
+    from fedllm.data.loading import Dataset
+
+__all__ = [
+    "PartitionFile",
+    "digest",
+    "get_partition",
+    "partition",
+    "partition_name",
+    "read_partition",
+    "stratify",
+    "summary",
+    "write_partition",
+]
+
+FORMAT = "fedllm-partition-1"
+LISTED = 20_000  # with more samples, a file has no lists: the partition is drawn again and its digest compared
+
+SHORT = {"dirichlet_classes": "dir", "dirichlet_clients": "dirc", "iid": "iid", "shards": "shards", "by_column": "by_"}
+KEYS = {  # keys of the recipe section, by the scheme that reads them
+    "dirichlet_classes": ("clients", "alpha", "seed", "min_size"),
+    "dirichlet_clients": ("clients", "alpha", "seed", "min_size"),
+    "iid": ("clients", "seed", "min_size"),
+    "shards": ("clients", "shards_per_client", "seed", "min_size"),
+    "by_column": ("clients", "column", "min_size"),
+}
+
+
+def get_partition(settings: PartitionSettings, dataset: Dataset) -> list[np.ndarray]:
+    """The training samples of each client by a recipe's `partition:` section: read from its file, or newly drawn."""
+    return read_partition(settings.file, dataset) if settings.file else _draw(settings, dataset)
+
+
+def partition_name(settings: PartitionSettings, dataset: Dataset) -> str:
+    """A file name from the settings that determine the partition, for example "qqp_dir0.1_n100_s0.json"."""
+    keys = KEYS[settings.scheme]
+    strength = {
+        "alpha": f"{settings.alpha:g}",
+        "shards_per_client": settings.shards_per_client,
+        "column": settings.column,
+    }
+    scheme = SHORT[settings.scheme] + "".join(str(strength[key]) for key in keys if key in strength)
+    parts = [dataset.name.removeprefix("glue/"), scheme]
+    if "seed" in keys:
+        parts += [f"n{settings.clients}", f"s{settings.seed}"]
+    if settings.min_size != 1:
+        parts.append(f"m{settings.min_size}")
+    return re.sub(r"[^\w.-]+", "-", "_".join(parts)) + ".json"
+
+
+@dataclass(frozen=True)
+class PartitionFile:
+    """The content of a partition file.
+
+    fingerprint: that of the training split. partition: the recipe section. digest: sha256 of the index lists.
+    indices: the index lists, one text of ranges per client ("0-3 7 9-12"), or null above LISTED samples.
+    numpy: the numpy version that drew the partition. An error names it if another version draws another partition.
+    """
+
+    format: str
+    dataset: str
+    fingerprint: str
+    num_samples: int
+    partition: dict[str, Any]
+    sizes: list[int]
+    digest: str
+    numpy: str
+    indices: list[str] | None
+
+
+def write_partition(
+    path: str | Path, parts: Sequence[np.ndarray], settings: PartitionSettings, dataset: Dataset
+) -> None:
+    """Writes `parts`, which `settings` drew for `dataset`, to a partition file. The write is atomic.
+
+    Raises UserError if `settings` names a partition file, because its own settings are then not those of the draw.
+    Raises UserError also if `path` is a folder or a file other than a partition file for these samples.
+    """
+    path = Path(path)
+    if settings.file:
+        raise UserError(
+            f"partition.file={settings.file}: its clients are in it already; to draw others, set it to null"
+        )
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder, expected the name of a file to write")
+    if path.is_file() and (there := _parse(path)).fingerprint != dataset.fingerprint:
+        raise UserError(
+            f"{path}: holds the clients of other samples, of '{there.dataset}' as it was then; delete it, or name "
+            f"another file with --out"
+        )
+    content = PartitionFile(
+        format=FORMAT,
+        dataset=dataset.name,
+        fingerprint=dataset.fingerprint,
+        num_samples=len(dataset.train),
+        partition={key: getattr(settings, key) for key in ("scheme", *KEYS[settings.scheme])},
+        sizes=list(map(len, parts)),
+        digest=digest(parts),
+        numpy=np.__version__,
+        indices=list(map(_to_ranges, parts)) if sum(map(len, parts)) <= LISTED else None,
+    )
+    lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in asdict(content).items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read_partition(path: str | Path, dataset: Dataset) -> list[np.ndarray]:
+    """Reads the index lists of a partition file, and verifies their digest and the training split's fingerprint.
+
+    Raises UserError that names the file and the field that is missing, has a wrong type or does not match.
+    """
+    file = _parse(Path(path))
+    _match(path, "format", file.format, FORMAT, "this version of fedllm cannot read it")
+    other_data = (
+        f"made for '{file.dataset}' as it was then, not for the recipe's '{dataset.name}'; check the keys of data"
+    )
+    _match(path, "num_samples", file.num_samples, len(dataset.train), other_data)
+    _match(path, "fingerprint", file.fingerprint, dataset.fingerprint, other_data)
+    if file.indices is None:
+        parts = _draw(build(PartitionSettings, file.partition, f"{path}: partition."), dataset)
+        altered = (
+            f"the file was altered, or numpy {np.__version__} draws otherwise than numpy {file.numpy}, which wrote it"
+        )
+    else:
+        parts = [_from_ranges(path, text, len(dataset.train)) for text in file.indices]
+        altered = "the file was altered"
+    altered += "; write it again with `fedllm partition`"
+    _match(path, "sizes", [len(samples) for samples in parts], file.sizes, altered)
+    _match(path, "digest", digest(parts), file.digest, altered)
+    return parts
+
+
+def _draw(settings: PartitionSettings, dataset: Dataset) -> list[np.ndarray]:
+    column = None
+    if settings.scheme == "by_column":
+        columns = dataset.train.columns
+        if settings.column not in columns:
+            raise UserError(
+                f"partition.column={settings.column}: the training split of '{dataset.name}' has no such column"
+                f"{nearest(str(settings.column), list(columns))}; its columns, besides those of text and label: "
+                f"{', '.join(columns) or 'none'}"
+            )
+        column = columns[settings.column]
+        _require_values(column, settings, dataset)
+    return partition(
+        dataset.train.labels,
+        scheme=settings.scheme,
+        clients=settings.clients,
+        alpha=settings.alpha,
+        seed=settings.seed,
+        min_size=settings.min_size,
+        regression=not dataset.classes,
+        column=column,
+        shards_per_client=settings.shards_per_client,
+    )
+
+
+def _require_values(column: list[Any], settings: PartitionSettings, dataset: Dataset) -> None:
+    """Raises UserError that shows the text of the first sample without a value.
+
+    A row number would not help: after the hold-out and subsets it differs from the row number in the file.
+    """
+    missing = [sample for sample, value in enumerate(column) if value is None or value != value]
+    if missing:
+        raise UserError(
+            f"partition.column={settings.column}: {len(missing)} of {len(column)} training samples of '{dataset.name}' "
+            f"have no value, the first is {_short(dataset.train.texts[0][missing[0]])!r}; every sample must belong to "
+            f"a client"
+        )
+
+
+def _parse(path: Path) -> PartitionFile:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"partition.file={path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not a partition file: {error}") from error
+    known = values if isinstance(values, dict) else {}
+    if missing := [field.name for field in fields(PartitionFile) if field.name not in known]:
+        raise UserError(f"{path}: not a partition file: the field '{missing[0]}' is missing")
+    return build(PartitionFile, known, f"{path}: ")
+
+
+def _match(path: str | Path, field: str, found: Any, expected: Any, why: str) -> None:
+    if found != expected:
+        raise UserError(f"{path}: {field}: found {_short(found)}, expected {_short(expected)}: {why}")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 70 else text[:67] + "..."
+
+
+def digest(parts: Sequence[np.ndarray]) -> str:
+    """sha256 of the clients' index lists, the same on every machine."""
+    found = hashlib.sha256()
+    for samples in parts:
+        found.update(np.array([len(samples)], "<i8").tobytes() + samples.astype("<i8").tobytes())
+    return found.hexdigest()
+
+
+def _to_ranges(samples: np.ndarray) -> str:
+    """Sorted indices as text: [0, 1, 2, 5] -> "0-2 5"."""
+    runs = np.split(samples, np.flatnonzero(np.diff(samples) > 1) + 1) if len(samples) else []
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _from_ranges(path: str | Path, text: str, n: int) -> np.ndarray:
+    samples: list[int] = []
+    for word in text.split():
+        first, _, last = word.partition("-")
+        if not re.fullmatch(r"\d+(-\d+)?", word) or int(last or first) >= n:
+            raise UserError(f"{path}: indices: found '{word}', expected indices below {n} such as '7' or '9-12'")
+        samples.extend(range(int(first), int(last or first) + 1))
+    return np.array(samples, np.int64)

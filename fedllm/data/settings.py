@@ -1,0 +1,41 @@
+"""The recipe sections `data:` and `partition:`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fedllm.common.schema import setting
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The task: a known name, or your own files."""
+
+    name: str | None = setting(None, "glue/<task>, 20newsgroups, a folder of text files, or package:<module>/<folder>")
+    train: str | None = setting(None, "your own training file: CSV, JSON lines or parquet")
+    validation: str | None = setting(None, "your own validation file; without one, `holdout` of train is held out")
+    text: list[str] | None = setting(None, "columns of the text, one or two, of your own files")
+    label: str | None = setting(None, "column of the label of your own files")
+    regression: bool | None = setting(None, "labels are numbers, not classes; null = where they are not all whole")
+    max_length: int = setting(128, "tokens beyond this are cut")
+    holdout: float = setting(0.2, "fraction of train held out where there is no validation split")
+    holdout_seed: int = setting(0, "seed of the hold-out")
+    max_train: int | None = setting(None, "use at most so many training samples")
+    max_validation: int | None = setting(None, "use at most so many validation samples")
+
+
+@dataclass(frozen=True)
+class PartitionSettings:
+    """How the training samples are shared over the clients."""
+
+    scheme: Literal["dirichlet_classes", "dirichlet_clients", "iid", "by_column", "shards"] = setting(
+        "dirichlet_classes", "rule of the split"
+    )
+    alpha: float = setting(0.1, "concentration of the Dirichlet distribution; small = very non-IID")
+    clients: int | None = setting(100, "number of clients N")
+    seed: int = setting(0, "seed of the split, apart from run.seed")
+    min_size: int = setting(1, "fewest samples that a client may have")
+    column: str | None = setting(None, "column of scheme by_column: one client per value")
+    shards_per_client: int = setting(2, "shards per client, of scheme shards")
+    file: str | None = setting(None, "a partition file; the other keys of this section are then taken from it")

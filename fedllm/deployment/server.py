@@ -1,0 +1,203 @@
+"""The server of a real federation, whose clients run elsewhere (see `fedllm.deployment.client`).
+
+server = Server(algorithm, x0, info)                    # info must equal the clients', see client.model_info
+broadcast = server.broadcast(client=3)                  # each round: the message to one sampled client
+why = server.add(upload, client=3)                      # adds its upload; None, or the reason for rejection
+x = server.aggregate()                                  # ends the round: the next global model
+server.save("server.safetensors")                       # if the server may be restarted
+"""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedllm.aggregation.pipeline import Pipeline
+from fedllm.aggregation.reduction import aggregate, require_enough
+from fedllm.aggregation.upload_checks import fault
+from fedllm.aggregation.uploads import Declared, Uploads
+from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, lengths
+from fedllm.common import tensor_file
+from fedllm.common.errors import UserError
+from fedllm.common.tensors import under
+from fedllm.deployment.client import require_gradient
+from fedllm.deployment.messages import Broadcast, Upload, disagreement, terms
+
+_DTYPES = (torch.float32, torch.float64)
+_HEAD_BYTES = 65_536  # upper bound for the head of an upload
+_REASON = 500  # longest reason for a rejection, in characters, so that a client cannot fill the log
+
+
+class Server:
+    """Holds the global model x [d] and the algorithm's server vectors `state`, and updates them once per round.
+
+    With the same clients it computes the same sums as `simulate`. round: the current round, from 0. rejected: client ->
+    reason, in the current round. counted: client -> receipt of its last upload that counted. gradient: the mean [d] of
+    all N clients' full gradients at x (see client.full_gradient), if the algorithm needs it. To continue from another
+    state, set round, x and state.
+    """
+
+    def __init__(self, algorithm: Algorithm, x: Tensor, info: RoundInfo, gradient: Tensor | None = None) -> None:
+        self.algorithm, self.info = algorithm, info
+        if not isinstance(x, Tensor) or x.shape != (info.blocks.dim,) or x.dtype not in _DTYPES:
+            is_found = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            raise UserError(f"x: found {is_found}, expected a tensor [{info.blocks.dim}] of float32 or float64")
+        self.round, self.x = 0, x.detach().clone()
+        if algorithm.needs_full_gradient():
+            require_gradient(gradient, x, "Server(..., gradient=the mean of all clients')")
+            self.state = algorithm.init_server(self.x, info, gradient)
+        else:
+            self.state = algorithm.init_server(self.x, info)
+        self.counted: dict[int, str] = {}
+        self._pipeline = Pipeline()
+        self._open()
+
+    def _open(self) -> None:
+        self._declared = Declared.by(self.algorithm, self.x, self.info)
+        self._reduction = self._pipeline.reduction(self.algorithm, self._declared, self.x.device)
+        self._heard: dict[int, str] = {}
+        self.rejected: dict[int, str] = {}
+
+    def broadcast(self, client: int | None = None) -> Broadcast:
+        """Returns the message for a sampled client. With `client`, it also names that client's last counted upload.
+
+        Raises UserError if `client` is not in 0 to N - 1."""
+        if client is not None and (why := self._stranger(client)):
+            raise UserError(why)
+        server = {name: self.state[name] for name in self.algorithm.downloads()}
+        counted = None if client is None else self.counted.get(client, "")
+        return Broadcast(self.round, self.x, server, terms(self.algorithm, self.info), counted, self._start())
+
+    def _start(self) -> str:
+        """A digest of the round and x. It differs between runs, and after the server was restored and x changed."""
+        return tensor_file.digest(str(self.round), {"x": self.x})
+
+    def add(self, upload: Upload | bytes | bytearray, *, client: int, samples: int | None = None) -> str | None:
+        """Adds a client's upload to the round, or returns why it is rejected. No content of an upload raises an error.
+
+        A rejected upload has no effect on the round's result. upload: an Upload, or the bytes of Upload.to_bytes.
+        client: 0 to N - 1, as authenticated by the transport. samples: number of samples that the client holds;
+        replaces the upload's own number.
+        """
+        if why := self._stranger(client):
+            return why
+        if isinstance(upload, bytes | bytearray):
+            most = sum(self._declared.sent.values()) * self.x.element_size() + _HEAD_BYTES
+            if len(upload) > most:
+                return self._reject(client, f"found {len(upload):,} bytes, expected at most {most:,}")
+            try:
+                upload = Upload.from_bytes(bytes(upload))
+            except UserError as error:
+                return self._reject(client, str(error))
+        samples = upload.samples if samples is None and isinstance(upload, Upload) else samples
+        if why := self._refusal(upload, client, samples):
+            return self._reject(client, why)
+        untracked = {name: size for name, size in self._declared.sent.items() if name not in upload}
+        sent = {name: value.to(self.x.device) for name, value in upload.items()}
+        sent |= {name: self.x.new_zeros(1, size) for name, size in untracked.items()}
+        rows = Rows(
+            steps=self.x.new_tensor([[upload.steps]]),
+            rate_sum=self.x.new_tensor([[upload.rate_sum]], dtype=torch.float64),
+            tracked=torch.tensor([[upload.tracked]], device=self.x.device),
+        )
+        weight = 1 if self.algorithm.weights == "uniform" else samples
+        self._reduction.add(Uploads(sent, {}), rows, [0], self.x.new_tensor([weight], dtype=torch.float64))
+        self._heard[client] = upload.receipt
+        self.rejected.pop(client, None)
+        return None
+
+    def _stranger(self, client: Any) -> str | None:
+        if _whole(client, 0, last := self.info.num_clients - 1):
+            return None
+        return f"client: found {_shown(client)}, expected 0 to {last}, num_clients less one"
+
+    def _reject(self, client: int, why: str) -> str:
+        why = why if len(why) <= _REASON else f"{why[:_REASON]}..."
+        if client not in self._heard:
+            self.rejected[client] = why
+        return why
+
+    def _refusal(self, upload: Upload, client: int, samples: int | None) -> str | None:
+        if not isinstance(upload, Upload):
+            return f"found {type(upload).__name__}, expected an Upload, as Client.finish gives it, or its bytes"
+        if client in self._heard:
+            return "has sent its upload already"
+        if self.round >= self.info.total:
+            return f"the {self.info.total} rounds of the run are over"
+        if upload.round != self.round:
+            return f"round: found {_shown(upload.round)}, expected {self.round}"
+        if upload.start and upload.start != (start := self._start()):
+            return f"start: found {_shown(upload.start)}, expected {_shown(start)}: it began with another x"
+        if not _whole(upload.steps, 1, self.info.local_steps):
+            return f"steps: found {_shown(upload.steps)}, expected 1 to {self.info.local_steps}, the federation's"
+        most = self._most_rate(upload.steps)
+        if not isinstance(upload.rate_sum, int | float) or not 0 < upload.rate_sum <= most:
+            return f"rate_sum: found {_shown(upload.rate_sum)}, expected a number above 0, at most {most:.3g}"
+        if not isinstance(upload.tracked, bool):
+            return f"tracked: found {_shown(upload.tracked)}, expected true or false"
+        if self.algorithm.weights == "size" and not _whole(samples, 1, 2**53):
+            return f"samples: found {_shown(samples)}, expected a whole number above 0"
+        missing = () if upload.tracked else self.algorithm.tracked_uploads()
+        expected = {name: size for name, size in self._declared.sent.items() if name not in missing}
+        received = Uploads(upload.tensors, {})
+        self._pipeline.receive(received, replace(self._declared, sent=expected), 1)
+        return received.rejected.get(0)
+
+    def _most_rate(self, steps: int) -> float:
+        """The largest possible rate_sum: `steps` times the round's highest learning rate, plus 0.1 % for rounding."""
+        info = replace(self.info, index=self.round)
+        return 1.001 * steps * float(self.algorithm.rates(torch.tensor([info.local_steps]), info).max())
+
+    def aggregate(self, min_clients: int = 1) -> Tensor:
+        """Ends the round and returns the next global model [d].
+
+        Raises RunError if fewer than min_clients uploads were accepted or the result is not finite. The round then
+        stays open."""
+        require_enough(self._reduction.clients, min_clients, self.rejected, self.round)
+        info = replace(self.info, index=self.round)
+        self.x, self.state = aggregate(self.algorithm, self.x, self.state, self._reduction.result(), info)
+        self.counted |= self._heard
+        self.round += 1
+        self._open()
+        return self.x
+
+    def save(self, path: str | Path) -> None:
+        """Writes the server's state at the start of this round, atomically. Raises RunError if it cannot be written.
+
+        Call it after `aggregate` and before the next broadcast. Then no client has seen a round newer than the file."""
+        counted = {str(client): receipt for client, receipt in self.counted.items()}
+        head = {"round": self.round, "counted": counted, "terms": terms(self.algorithm, self.info)}
+        tensors = {"x": self.x, **{f"server/{name}": value for name, value in self.state.items()}}
+        tensor_file.write(path, tensor_file.pack(head, tensors))
+
+    def load(self, path: str | Path) -> None:
+        """Restores what `save` wrote; the server is then at the start of that round.
+
+        Raises UserError, naming the file, if it is damaged or of another federation."""
+        head, tensors = tensor_file.read(path)
+        if head.keys() != {"round", "counted", "terms"}:
+            raise UserError(f"{path}: found {sorted(head)}, expected what Server.save writes")
+        if why := disagreement(head["terms"], terms(self.algorithm, self.info)):
+            raise UserError(f"{path}: {why}; the file is of another federation")
+        kept = lengths(self.algorithm.server_vectors(), self.x, self.info)
+        vectors = {f"server/{name}": size for name, size in kept.items()}
+        if why := fault(tensors, {"x": len(self.x), **vectors}, self.x.dtype):
+            raise UserError(f"{path}: {why}")
+        tensors = {name: value.to(self.x.device) for name, value in tensors.items()}
+        self.round, self.x, self.state = head["round"], tensors["x"], under("server/", tensors)
+        self.counted = {int(client): receipt for client, receipt in head["counted"].items()}
+        self._open()
+
+
+def _whole(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _shown(value: Any) -> str:
+    """The value's repr, shortened for a log."""
+    return reprlib.repr(value)

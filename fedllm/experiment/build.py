@@ -1,0 +1,219 @@
+"""Builds everything that a recipe's run needs: device, data, task, model, partition, algorithm, problem."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from peft import PeftModel
+
+from fedllm.algorithms import Algorithm
+from fedllm.algorithms.base import RoundInfo
+from fedllm.blocks import RoleError
+from fedllm.blocks import partition as block_partition
+from fedllm.common.console import stage
+from fedllm.common.errors import UserError
+from fedllm.common.hub import local_hub
+from fedllm.config.recipe import FREE_KEYS, Recipe
+from fedllm.data.client_batches import ClientBatches
+from fedllm.data.loading import Dataset, load_dataset
+from fedllm.data.partition_file import digest, get_partition
+from fedllm.data.tokenization import Tokens
+from fedllm.experiment.machine import Machine, find_machine
+from fedllm.experiment.memory_plan import choose_stacked_clients, pass_bytes
+from fedllm.federation.executor import Executor
+from fedllm.federation.info import round_info
+from fedllm.federation.setup import Setup
+from fedllm.models.fingerprint import fingerprint
+from fedllm.models.loading import Backbone, load_backbone
+from fedllm.models.lora import attach_lora
+from fedllm.problems.lora.engine_settings import EngineSettings
+from fedllm.problems.lora.problem import LoraProblem
+from fedllm.tasks.base import Task
+from fedllm.tasks.selection import task_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe and all objects built from it, ready for the first step."""
+
+    recipe: Recipe
+    machine: Machine
+    dataset: Dataset
+    task: Task
+    backbone: Backbone
+    model: PeftModel
+    parts: list[np.ndarray]
+    validation: Tokens
+    algorithm: Algorithm
+    problem: LoraProblem
+    info: RoundInfo
+    stacked_clients: int
+
+    @property
+    def setup(self) -> Setup:
+        """The objects that every round uses."""
+        return Setup(self.algorithm, self.problem, self.info)
+
+    @property
+    def data(self) -> dict[str, str]:
+        """Digests of a result's inputs other than the recipe: training split, validation split and partition."""
+        validation = self.dataset.validation.fingerprint()
+        return {"training": self.dataset.fingerprint, "validation": validation, "partition": digest(self.parts)}
+
+
+class ReadCache:
+    """A cache of the data and tokens that the last recipe read. The recipes of a sweep share it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[object, Any]] = {}
+
+    def get(self, kind: str, source: object, read: Callable[[], T]) -> T:
+        """The result of `read`, cached while `source` stays equal. The cache holds one result per kind."""
+        if kind not in self._kept or self._kept[kind][0] != source:
+            self._kept[kind] = (source, read())
+        kept: T = self._kept[kind][1]
+        return kept
+
+
+def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1) -> Job:
+    """Loads and builds everything a recipe names, up to its first step.
+
+    cache: data shared with other recipes. processes: the number of processes that share the work.
+    Raises UserError if parts of the recipe do not fit together.
+    """
+    cache = cache or ReadCache()
+    machine = find_machine(recipe, processes)
+    algorithm = recipe.load_algorithm()
+    hub = recipe.run.local_hub
+    local_hub(hub)
+    with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
+        dataset = cache.get("dataset", (recipe.data, hub), lambda: load_dataset(recipe.data, hub, progress))
+    task = task_of(recipe.data, dataset.classes)
+    _check_target(recipe, task, dataset)
+    parts = get_partition(recipe.partition, dataset)
+    _check_parts(parts, recipe)
+    with stage(f"loading {recipe.model.name}"):
+        backbone = load_backbone(recipe.model, task.head, local_hub=hub, seed=recipe.run.seed)
+        model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed).to(machine.device)
+    _check_length(recipe, backbone)
+    with stage("tokenizing") as progress:
+        source = (recipe.data, recipe.model.name, hub)
+        train, validation = cache.get(
+            "tokens",
+            source,
+            lambda: [
+                task.encode(split, backbone.tokenizer, recipe.data.max_length, progress)
+                for split in (dataset.train, dataset.validation)
+            ],
+        )
+    local = recipe.local
+    epochs = 1 if local.epochs is None and local.steps is None else local.epochs
+    batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
+    problem = LoraProblem(
+        model,
+        train,
+        batches,
+        task.losses,
+        _engine_settings(recipe, machine, backbone),
+        _blocks(model, algorithm, recipe, machine),
+    )
+    info = round_info(
+        algorithm,
+        problem,
+        rounds=recipe.federation.rounds,
+        sampled=recipe.federation.clients_per_round,
+        tracked=recipe.federation.tracked_per_round,
+        local_steps=max(batches.steps(client) for client in range(len(parts))),
+    )
+    stacked = choose_stacked_clients(recipe.run.stacked_clients, algorithm, problem, info, machine.device)
+    return Job(recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked)
+
+
+def build_together(recipe: Recipe, cache: ReadCache | None, executor: Executor) -> Job:
+    """Calls `assemble` in every process. Raises UserError if the processes read different data or weights."""
+
+    def work() -> tuple[Job, dict[str, str]]:
+        job = assemble(recipe, cache, executor.size)
+        if executor.size == 1:
+            return job, {}
+        return job, job.data | {"base model": fingerprint(job.model), "recipe": _digest(recipe)}
+
+    job, digests = executor.together(work, lambda rank: "preparing the run")
+    for rank, found in enumerate(digests):
+        if other := [name for name, digest in digests[0].items() if found[name] != digest]:
+            raise UserError(
+                f"process {rank} read other data than process 0 (it differs in: {', '.join(other)}); every machine "
+                f"must find the same files under the names in the recipe"
+            )
+    return job
+
+
+def _digest(recipe: Recipe) -> str:
+    """sha256 of the settings that change a run's numbers."""
+    sections = {
+        section: {key: value for key, value in values.items() if (section, key) not in FREE_KEYS}
+        for section, values in recipe.sections().items()
+    }
+    return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()
+
+
+def _engine_settings(recipe: Recipe, machine: Machine, backbone: Backbone) -> EngineSettings:
+    return EngineSettings(
+        autocast=machine.autocast,
+        slices=None if recipe.run.slices == "auto" else recipe.run.slices,
+        pass_bytes=pass_bytes(machine.device),
+        checkpointing=recipe.run.gradient_checkpointing,
+        pad_id=int(backbone.tokenizer.pad_token_id or 0),
+    )
+
+
+def _blocks(model: PeftModel, algorithm: Algorithm, recipe: Recipe, machine: Machine) -> Any:
+    """The block partition, for algorithms that send block means."""
+    if not algorithm.needs_blocks():
+        return None
+    try:
+        blocks = block_partition(model, scheme=getattr(algorithm, "blocks", "hessian"))
+    except RoleError as error:
+        raise UserError(f"model.name={recipe.model.name}: {error}; or set algorithm.blocks=tensor") from error
+    return blocks.to(machine.device)
+
+
+def _check_target(recipe: Recipe, task: Task, dataset: Dataset) -> None:
+    for name in recipe.eval.target or {}:
+        if name not in task.metric_names:
+            raise UserError(
+                f"eval.target: found metric '{name}', expected one of {', '.join(task.metric_names)} for {dataset.name}"
+            )
+
+
+def _check_parts(parts: list[np.ndarray], recipe: Recipe) -> None:
+    source = recipe.partition.file or f"partition.scheme={recipe.partition.scheme}"
+    for client, part in enumerate(parts):
+        if len(part) == 0:
+            raise UserError(f"{source}: client {client} has no samples; set partition.min_size to 1 or more")
+
+
+def _check_length(recipe: Recipe, backbone: Backbone) -> None:
+    limit = backbone.max_length
+    if limit is not None and recipe.data.max_length > limit:
+        raise UserError(
+            f"data.max_length: found {recipe.data.max_length}, but {recipe.model.name} has {limit} positions"
+        )
+
+
+def run_folder(recipe: Recipe) -> Path:
+    """The run folder of a recipe: run.dir, or runs/<recipe>-s<seed>."""
+    return Path(recipe.run.dir or f"runs/{recipe.name}-s{recipe.run.seed}").expanduser()
+
+
+def with_dir(recipe: Recipe, folder: str | Path | None) -> Recipe:
+    """The recipe, with run.dir set to `folder` if one is given."""
+    return recipe if folder is None else replace(recipe, run=replace(recipe.run, dir=str(folder)))

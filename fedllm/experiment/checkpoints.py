@@ -1,0 +1,168 @@
+"""Checkpoints: safetensors and JSON files with digests, in a folder that is written under a temporary name and renamed.
+
+checkpoints/000010/manifest.json                 round, facts of the run, sha256 of every other file
+                   server.safetensors            x and the server's vectors
+                   clients/7.safetensors         one client's vectors; a hard link of ClientFiles' own file
+                   metrics.jsonl                 the metrics up to this round
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedllm.common.errors import RunError, UserError
+from fedllm.common.files import digest, link, sync, write_tensors, write_text
+from fedllm.common.tensors import State
+from fedllm.experiment.run_facts import RunFacts
+from fedllm.federation.client_states import VectorFile
+
+if TYPE_CHECKING:
+    from fedllm.federation.state import FederationState
+
+_MANIFEST, _SERVER, _METRICS = "manifest.json", "server.safetensors", "metrics.jsonl"
+_KEEP = 2
+_THREADS = 16  # files read or flushed at once; most of the time is disk latency
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The content of a checkpoint. clients: the clients' files."""
+
+    round: int
+    x: Tensor
+    server: State
+    clients: dict[int, VectorFile]
+    metrics: list[dict[str, Any]]
+    facts: RunFacts
+
+    def restore(self, federation: FederationState) -> None:
+        """Copies the snapshot's state into a new federation. Raises UserError if it does not fit."""
+        for name, ours, theirs in [("x", federation.x, self.x), *_pairs(federation.server, self.server)]:
+            if theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+                found = "nothing" if theirs is None else f"{list(theirs.shape)} {theirs.dtype}"
+                raise UserError(
+                    f"checkpoint of round {self.round}: tensor '{name}': found {found}, expected {list(ours.shape)} "
+                    f"{ours.dtype}; it belongs to another model or algorithm: choose another run.dir"
+                )
+        device = federation.x.device
+        federation.round = self.round
+        federation.x = self.x.to(device)
+        federation.server = {name: value.to(device) for name, value in self.server.items()}
+        federation.clients.commit(self.clients)
+
+
+def _pairs(ours: State, theirs: State) -> list[tuple[str, Tensor, Tensor | None]]:
+    return [(name, value, theirs.get(name)) for name, value in ours.items()]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`. warn(text) is called for each damaged checkpoint that is skipped."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        self.folder, self._warn = folder, warn
+
+    def save(self, federation: FederationState, metrics: list[dict[str, Any]], facts: RunFacts) -> Path:
+        """Writes the state after federation.round rounds, and removes all but the two newest checkpoints.
+
+        Raises RunError if it cannot be written (for example on a full disk). Earlier checkpoints then stay intact.
+        """
+        final = self.folder / f"{federation.round:06d}"
+        aside = self.folder / f".writing-{os.getpid()}"
+        previous = next(iter(self._newest()), None)
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            (aside / "clients").mkdir(parents=True)
+            files = self._write(aside, federation, metrics, previous)
+            manifest = {"format": 1, "round": federation.round, "facts": facts.to_json(), "files": files}
+            write_text(aside / _MANIFEST, json.dumps(manifest, indent=1))
+            if final.exists():
+                shutil.rmtree(final)
+            aside.rename(final)
+            sync(self.folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            kept = f"the checkpoint of round {int(previous.name)} is intact" if previous else "there is no earlier one"
+            raise RunError(
+                f"the checkpoint of round {federation.round} could not be written to {self.folder}: {error}; {kept}. "
+                f"Make room and start the same command again"
+            ) from error
+        for old in self._newest()[_KEEP:]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def latest(self) -> Snapshot | None:
+        """The newest intact checkpoint, or None. Incomplete or altered ones are skipped, with a call of `warn`."""
+        for folder in self._newest():
+            try:
+                return _load(folder)
+            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+                self._warn(f"checkpoint {folder} is damaged ({error}); trying the one before it")
+        return None
+
+    def _newest(self) -> list[Path]:
+        found = self.folder.glob("[0-9]*") if self.folder.is_dir() else []
+        return sorted((path for path in found if path.is_dir() and path.name.isdigit()), reverse=True)
+
+    def _write(
+        self, aside: Path, federation: FederationState, metrics: list[dict[str, Any]], previous: Path | None
+    ) -> dict[str, str]:
+        """Writes all files but the manifest; returns their digests by relative path."""
+        server = {"x": federation.x, **{f"server/{name}": value for name, value in federation.server.items()}}
+        files = {_SERVER: write_tensors(aside / _SERVER, server)}
+        text = "".join(json.dumps(line) + "\n" for line in metrics)
+        files[_METRICS] = write_text(aside / _METRICS, text)
+        for client, kept in federation.clients.known().items():
+            assert isinstance(kept, VectorFile), "a run keeps its clients' vectors in files"
+            name = f"clients/{client}.safetensors"
+            link(kept.path, aside / name)
+            files[name] = kept.sha256
+
+        def settle(name: str) -> None:
+            if previous is None or not _same_file(previous / name, aside / name):
+                sync(aside / name)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(settle, files))
+        return files
+
+
+def _load(folder: Path) -> Snapshot:
+    manifest = json.loads((folder / _MANIFEST).read_text())
+    files: dict[str, str] = manifest["files"]
+    for name in files:
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{name} leads out of the checkpoint")
+        if not path.is_file():
+            raise ValueError(f"{name} is missing")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(digest, (folder / name for name in files))
+    if damaged := [name for name, now in zip(files, found, strict=True) if now != files[name]]:
+        raise ValueError(f"{damaged[0]} does not match its digest")
+    tensors = load_file(folder / _SERVER)
+    server = {name.removeprefix("server/"): value for name, value in tensors.items() if name.startswith("server/")}
+    clients = {
+        int(Path(name).stem): VectorFile(folder / name, files[name]) for name in files if name.startswith("clients/")
+    }
+    metrics = [json.loads(line) for line in (folder / _METRICS).read_text().splitlines()]
+    return Snapshot(
+        int(manifest["round"]), tensors["x"], server, clients, metrics, RunFacts.from_json(manifest["facts"])
+    )
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False

@@ -1,0 +1,60 @@
+"""The table of numbers that --dry-run prints."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.table import Column, Table
+
+from fedllm.experiment.build import Job, run_folder
+from fedllm.federation.costs import client_memory, traffic, vectors_per_round
+from fedllm.models.quantization import frozen_size
+
+
+def plan_table(job: Job) -> Table:
+    """The plan of a run as a table: sizes, memory and communication. It is the output of --dry-run."""
+    recipe, info, machine = job.recipe, job.info, job.machine
+    settings, lora, dim = recipe.algorithm, recipe.lora, job.problem.dim
+    sizes = np.array([len(part) for part in job.parts])
+    sent = traffic(job.algorithm, info, job.problem.dim)
+    frozen, frozen_bytes = frozen_size(job.model, dim)
+    state = sum(client_memory(job.algorithm, info, dim, 0).values())
+    processes = f"{machine.processes} processes, each on " if machine.processes > 1 else ""
+    where = f"{machine.device.type}, {machine.threads} threads" if machine.device.type == "cpu" else str(machine.device)
+    rows = {
+        "algorithm": f"{settings['name']}, lr {settings['lr']}, server_lr {settings['server_lr']}",
+        "model": f"{recipe.model.name} ({job.backbone.source}), {frozen:,} frozen parameters",
+        "trainable parameters": f"{dim:,} (LoRA rank {lora.rank} on {', '.join(lora.targets)}, and the head)",
+        "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
+        "data": f"{job.dataset.name}: {len(job.dataset.train):,} training, {len(job.dataset.validation):,} validation "
+        f"samples, {job.task.describe()}",
+        "clients": f"{len(job.parts)}, {info.sampled} a round, {info.tracked} of them tracked",
+        "samples per client": f"min {sizes.min():,}, median {int(np.median(sizes)):,}, max {sizes.max():,}",
+        "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
+        "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
+        "bytes a round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
+        "vectors a round": _vectors(job),
+        "client memory": f"{(frozen_bytes + 4 * state) / 2**20:,.1f} MiB of weights and state",
+        "runs on": f"{processes}{where}, {machine.precision}, {job.stacked_clients} clients together",
+        "rows": _rows(job),
+        "run folder": str(run_folder(recipe)),
+    }
+    table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=False)
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/]", value)
+    return table
+
+
+def _rows(job: Job) -> str:
+    if job.problem.packed:
+        rows = "several samples a row"
+    else:
+        rows = "a sample a row" if job.recipe.run.slices != "auto" else "a sample a row, as this model needs it"
+    if job.recipe.run.gradient_checkpointing:
+        rows += ", blocks computed again"
+    return f"{rows}, passes of {int(job.problem.pass_tokens):,} tokens unless a client alone has more"
+
+
+def _vectors(job: Job) -> str:
+    all_, derived = (vectors_per_round(job.algorithm, job.info, job.problem.dim, derive=way) for way in (False, True))
+    less = f", {derived:.3g} where {', '.join(job.algorithm.derivable)} is worked out from x" if derived < all_ else ""
+    return f"{all_:.3g} model-sized, per sampled client{less}"

@@ -1,0 +1,157 @@
+"""The records that a run writes: partition.json, start.json, the lines of metrics.jsonl, and result.json."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import dataclass, field, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fedllm.common.errors import RunError
+from fedllm.experiment.build import Job
+from fedllm.experiment.run_facts import RunFacts
+from fedllm.federation.costs import client_memory, simulated_seconds, stored_values, vectors_per_round
+from fedllm.federation.rounds import RoundReport
+from fedllm.federation.state import FederationState
+from fedllm.models.quantization import frozen_size
+from fedllm.results.format import COSTS, LOSS, outcome, round_to, totals
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round, as a line of metrics.jsonl.
+
+    seconds: of the round, without the evaluation. simulated_seconds: of the slowest client, including its transfer.
+    rejected: client -> reason. drift: see drift.measures. scores: the evaluation's scores, loss and seconds; empty in a
+    round without an evaluation.
+    """
+
+    round: int
+    train_loss: float | None
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    simulated_seconds: float
+    clients: list[int]
+    rejected: dict[str, str]
+    drift: dict[str, float | None]
+    scores: dict[str, float | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, job: Job, round: int, report: RoundReport, seconds: float) -> RoundRecord:
+        """The record of a round's report, before the evaluation."""
+        bandwidth = job.recipe.costs.bandwidth_mbit
+        return cls(
+            round=round,
+            train_loss=report.train_loss,
+            bytes_up=report.bytes_up,
+            bytes_down=report.bytes_down,
+            seconds=round_to(seconds),
+            simulated_seconds=round_to(simulated_seconds(report.compute_seconds, report.client_bytes, bandwidth)),
+            clients=report.clients,
+            rejected={str(client): why for client, why in report.rejected.items()},
+            drift=report.drift,
+        )
+
+    def line(self) -> dict[str, Any]:
+        """The line of metrics.jsonl as a JSON object."""
+        apart = ("drift", "scores")
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in apart}
+        return {**values, **self.drift, **self.scores}
+
+
+def append_line(path: Path, line: dict[str, Any]) -> dict[str, Any]:
+    """Appends a line to metrics.jsonl and returns the line."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise RunError(f"{path} could not be written: {error}; the last checkpoint is intact") from error
+    return line
+
+
+def start_costs(job: Job, seconds: float) -> dict[str, float]:
+    """start.json: the costs of the full gradients before round 1. Each of the N clients receives x0 and sends one
+    gradient."""
+    if not job.algorithm.needs_full_gradient():
+        return dict.fromkeys(COSTS, 0)
+    vector = job.problem.initial().nbytes
+    sizes = [len(part) for part in job.parts]
+    slowest = simulated_seconds(seconds * max(sizes) / sum(sizes), 2 * vector, job.recipe.costs.bandwidth_mbit)
+    every = vector * job.info.num_clients
+    return {
+        "bytes_up": every,
+        "bytes_down": every,
+        "seconds": round_to(seconds),
+        "simulated_seconds": round_to(slowest),
+    }
+
+
+def partition_summary(job: Job) -> dict[str, Any]:
+    """partition.json: the number of samples per client, and per client and class.
+
+    sizes: [N]. counts: [N, classes]. names: [N], the column value of each client; only with scheme by_column.
+    """
+    settings, names = job.recipe.partition, None
+    if settings.scheme == "by_column" and settings.file is None:
+        column = job.dataset.train.columns[str(settings.column)]
+        names = [str(column[part[0]]) for part in job.parts]
+    sizes, counts = [len(part) for part in job.parts], job.task.class_counts(job.dataset.train, job.parts)
+    return {"sizes": sizes, "names": names, "classes": list(job.task.classes), "counts": counts}
+
+
+def run_result(job: Job, federation: FederationState, metrics: list[dict[str, Any]], facts: RunFacts) -> dict[str, Any]:
+    """result.json: the final and best scores of a run, its costs and its machine."""
+    recipe, info, dim = job.recipe, job.info, job.problem.dim
+    frozen, frozen_bytes = frozen_size(job.model, dim)
+    memory = client_memory(job.algorithm, info, dim, frozen)
+    return {
+        "status": "finished",
+        "algorithm": recipe.algorithm["name"],
+        "task": job.dataset.name,
+        "primary": job.task.primary,
+        **outcome([*job.task.metric_names, LOSS], recipe.eval.target, metrics),
+        "totals": totals(facts.start, metrics),
+        "trainable_parameters": dim,
+        "vectors_per_round": _vectors(job, federation, metrics),
+        "client_memory": memory,
+        "client_memory_bytes": frozen_bytes + federation.x.itemsize * (sum(memory.values()) - frozen),
+        "client_state_bytes": {
+            "a_client": 4 * stored_values(job.algorithm, info, dim),
+            "all": federation.clients.nbytes(),
+        },
+        "seed": recipe.run.seed,
+        "machine": {
+            "device": str(job.machine.device),
+            "threads": job.machine.threads,
+            "precision": job.machine.precision,
+            "stacked_clients": facts.stacked_clients,
+            "cohort": facts.stacked_clients,  # the earlier key of stacked_clients, for programs that read it
+            "stepped_down": facts.stepped_down,
+            "packed": job.problem.packed,
+            "pass_tokens": int(job.problem.pass_tokens),
+            "processes": job.machine.processes,
+            "shares": facts.shares,
+        },
+        "versions": versions(),
+    }
+
+
+def _vectors(job: Job, federation: FederationState, metrics: list[dict[str, Any]]) -> dict[str, float]:
+    """V(t), the vectors per sampled client and round, as measured.
+
+    sent: bytes in both directions divided by the bytes of x. derived: sent, minus the vectors that a client can compute
+    from the last x (see costs.vectors_per_round).
+    """
+    sent = sum(line["bytes_up"] + line["bytes_down"] for line in metrics)
+    all_, derived = (vectors_per_round(job.algorithm, job.info, job.problem.dim, derive=way) for way in (False, True))
+    measured = sent / sum(len(line["clients"]) for line in metrics) / federation.x.nbytes
+    return {"sent": measured, "derived": measured - (all_ - derived)}
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that a result depends on."""
+    names = ("fedllm", "torch", "transformers", "peft", "accelerate", "datasets", "evaluate", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}

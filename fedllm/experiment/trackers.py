@@ -1,0 +1,106 @@
+"""The numbers of a run's rounds, live, in experiment trackers: TensorBoard, and wandb and trackio where installed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+
+from fedllm.common.console import warn
+from fedllm.common.errors import UserError
+from fedllm.common.files import replace_text
+from fedllm.common.quiet import quiet
+
+PROJECT = "fedllm"
+
+
+def require_installed(names: Sequence[str]) -> None:
+    """Raises UserError for the first of run.trackers whose package is not there."""
+    for name in names:
+        if find_spec(name) is None:
+            raise UserError(f"run.trackers: {name} is not installed; pip install {name}, or leave it out of the list")
+
+
+class Trackers:
+    """The trackers of one run that is `done` rounds old. One that fails is left out from there on, with a warning.
+
+    No round is drawn twice when a run resumes, whose rounds repeat bit for bit: TensorBoard drops its later events, and
+    for the others folder/trackers.json holds the run's id and the last round that each was sent.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path, done: int, recipe: dict[str, Any]) -> None:
+        self._path = folder / "trackers.json"
+        self._known: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "sent": {}}
+        with contextlib.suppress(OSError, ValueError):
+            self._known |= json.loads(self._path.read_text(encoding="utf-8"))
+        self._open: dict[str, GeneralTracker] = {}
+        for name in dict.fromkeys(names):
+            with self._survived(name):
+                tracker = _tracker(name, folder, done, self._known["id"])
+                tracker.start()
+                if name != "tensorboard":
+                    tracker.store_init_configuration(recipe)
+                self._open[name] = tracker
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Sends every number of a line of metrics.jsonl."""
+        round = line["round"]
+        numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "round"}
+        for name, tracker in list(self._open.items()):
+            with self._survived(name):
+                if name != "tensorboard" and not self._is_new(name, round):
+                    continue
+                tracker.log(numbers, step=round)
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, tracker in list(self._open.items()):
+            with self._survived(name):
+                tracker.finish()
+
+    def _is_new(self, name: str, round: int) -> bool:
+        """Whether a tracker was not sent this round before; notes that it is now."""
+        if round <= self._known["sent"].get(name, 0):
+            return False
+        self._known["sent"][name] = round
+        replace_text(self._path, json.dumps(self._known) + "\n")
+        return True
+
+    @contextlib.contextmanager
+    def _survived(self, name: str) -> Iterator[None]:
+        """Catches every error of a tracker, so that the run continues."""
+        try:
+            with quiet(), contextlib.redirect_stdout(io.StringIO()):
+                yield
+        except Exception as error:
+            self._open.pop(name, None)
+            warn(f"run.trackers: {name} failed and is left out from here on: {type(error).__name__}: {error}")
+
+
+def _tracker(name: str, folder: Path, done: int, id: str) -> GeneralTracker:
+    if name == "tensorboard":
+        return TensorBoardTracker("tensorboard", str(folder), purge_step=done + 1 if done else None)
+    title = f"{folder.resolve().name}-{id}"
+    if name == "trackio":
+        return TrackioTracker(PROJECT, name=title, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+    # Without its usual settings wandb would ask for an account at the terminal, and wait.
+    mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    return WandBTracker(
+        os.environ.get("WANDB_PROJECT", PROJECT),
+        name=title,
+        id=id,
+        resume="allow" if mode == "online" else None,
+        mode=mode,
+        dir=str(folder),
+        settings={"silent": True, "console": "off"},
+    )

@@ -1,0 +1,163 @@
+"""What each client keeps between rounds, read and written only for the clients of a round: in memory, or in files.
+
+What a client keeps is first staged, then committed once its whole round has succeeded.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from fedllm.common.errors import RunError
+from fedllm.common.files import digest, link, write_tensors
+from fedllm.common.tensors import State
+
+
+@dataclass(frozen=True)
+class VectorFile:
+    """One client's vectors {name: [d]} in a safetensors file that nobody changes. sha256: the file's."""
+
+    path: Path
+    sha256: str
+
+    def load(self) -> State:
+        """The vectors. RunError where the file is not what was written."""
+        try:
+            if digest(self.path) != self.sha256:
+                raise ValueError("it is not what was written")
+            return load_file(self.path)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise RunError(
+                f"{self.path}: the vectors of a client cannot be read ({error}). The last checkpoint is intact: the "
+                f"same command goes on from it"
+            ) from error
+
+    def nbytes(self) -> int:
+        """Bytes of the vectors, without the file's header."""
+        with self.path.open("rb") as file:
+            return self.path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+ClientVectors = State | VectorFile  # of one client
+
+
+class ClientStore:
+    """Vectors {name: [d]} of each client, on the CPU, created when a client is first written.
+
+    initial(count): rows {name: [count, d]} of clients that were never written.
+    """
+
+    def __init__(self, initial: Callable[[int], State]) -> None:
+        self._initial = initial
+        self._vectors: dict[int, ClientVectors] = {}
+        self._elsewhere: set[int] = set()  # clients whose newest vectors only another process has
+
+    def get(self, clients: Sequence[int], device: torch.device | str = "cpu") -> State:
+        """Rows {name: [C, d]} of these clients, on `device`."""
+        state = self._initial(len(clients))
+        for row, client in enumerate(clients):
+            for name, value in self.vectors(client).items():
+                state[name][row] = value
+        return {name: value.to(device) for name, value in state.items()}
+
+    def vectors(self, client: int) -> State:
+        """One client's vectors {name: [d]}; empty for one that was never written."""
+        if client in self._elsewhere:
+            raise RuntimeError(f"client {client}: another process has its vectors, and they were not fetched")
+        found = self._vectors.get(client, {})
+        return found.load() if isinstance(found, VectorFile) else found
+
+    def stage(self, clients: Sequence[int], rows: State) -> dict[int, ClientVectors]:
+        """Rows {name: [C, d]} of these clients put aside, to be committed."""
+        rows = {name: value.detach().cpu() for name, value in rows.items()}
+        return {
+            client: self._set_aside(client, {name: value[row] for name, value in rows.items()})
+            for row, client in enumerate(clients)
+            if rows
+        }
+
+    def commit(self, staged: Mapping[int, ClientVectors]) -> None:
+        """From now on the clients have these vectors."""
+        self._elsewhere -= staged.keys()
+        self._vectors |= staged
+
+    def put(self, clients: Sequence[int], rows: State) -> None:
+        """Stages and commits rows {name: [C, d]} of these clients."""
+        self.commit(self.stage(clients, rows))
+
+    def forget(self, clients: Iterable[int]) -> None:
+        """From now on only another process has the newest vectors of these clients."""
+        for client in clients:
+            self._elsewhere.add(client)
+            self._vectors.pop(client, None)
+
+    def known(self) -> dict[int, ClientVectors]:
+        """The clients ever written whose vectors are here, in order."""
+        return dict(sorted(self._vectors.items()))
+
+    def nbytes(self) -> int:
+        """Bytes of all vectors that are here."""
+        return sum(
+            found.nbytes() if isinstance(found, VectorFile) else sum(value.nbytes for value in found.values())
+            for found in self._vectors.values()
+        )
+
+    def _set_aside(self, client: int, vectors: State) -> ClientVectors:
+        return {name: value.clone() for name, value in vectors.items()}
+
+
+class ClientFiles(ClientStore):
+    """The same with one file per client in `folder`, which exists: memory holds only the clients being trained.
+
+    A file is written once, under a name that is never used again, so that checkpoints may link it and other processes
+    read it.
+    """
+
+    def __init__(self, initial: Callable[[int], State], folder: Path) -> None:
+        super().__init__(initial)
+        self.folder = folder
+
+    def commit(self, staged: Mapping[int, ClientVectors]) -> None:
+        """Vectors get files here, and so do files that lie elsewhere; the clients' previous files are removed."""
+        for client, vectors in staged.items():
+            previous = self._vectors.get(client)
+            super().commit({client: self._in_folder(client, vectors)})
+            if isinstance(previous, VectorFile):
+                previous.path.unlink(missing_ok=True)
+
+    def forget(self, clients: Iterable[int]) -> None:
+        """The same; the clients' files here are removed."""
+        for client in clients:
+            previous = self._vectors.get(client)
+            super().forget([client])
+            if isinstance(previous, VectorFile):
+                previous.path.unlink(missing_ok=True)
+
+    def _in_folder(self, client: int, vectors: ClientVectors) -> VectorFile:
+        if not isinstance(vectors, VectorFile):
+            return self._set_aside(client, vectors)
+        if vectors.path.parent == self.folder:
+            return vectors
+        here = self._new(client)
+        link(vectors.path, here)
+        return VectorFile(here, vectors.sha256)
+
+    def _set_aside(self, client: int, vectors: State) -> VectorFile:
+        path = self._new(client)
+        try:
+            return VectorFile(path, write_tensors(path, vectors))
+        except (OSError, SafetensorError) as error:
+            path.unlink(missing_ok=True)
+            raise RunError(
+                f"{path}: the vectors of client {client} could not be written: {error}; the last checkpoint is intact. "
+                f"Make room and start the same command again"
+            ) from error
+
+    def _new(self, client: int) -> Path:
+        return self.folder / f"{client}-{uuid.uuid4().hex}.safetensors"

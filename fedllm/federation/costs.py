@@ -1,0 +1,113 @@
+"""What federated training costs: bytes, simulated run time, client memory (GC, sec. 6, App. I and Table 6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, Vectors
+from fedllm.blocks import BlockPartition
+from fedllm.common.tensors import State
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one round sends. *_values: numbers each way by one client; tracked_values: those that only tracked clients
+    add to what they send up."""
+
+    down_values: int
+    up_values: int
+    tracked_values: int
+    sampled: int
+    tracked: int
+    value_bytes: int = 4
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes from the server to all S clients."""
+        return self.value_bytes * self.sampled * self.down_values
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes from all clients to the server."""
+        return self.value_bytes * (self.sampled * self.up_values + self.tracked * self.tracked_values)
+
+    @property
+    def client_bytes(self) -> int:
+        """Bytes over the link of a client with the most to send."""
+        return self.value_bytes * (self.down_values + self.up_values + (self.tracked_values if self.tracked else 0))
+
+
+def _values(vectors: Vectors, info: RoundInfo, dim: int) -> int:
+    return sum(dim if length == "d" else info.blocks.num_blocks for length in vectors.values())
+
+
+def traffic(alg: Algorithm, info: RoundInfo, dim: int, value_bytes: int = 4) -> Traffic:
+    """What a round of `alg` sends: x and the algorithm's downloads to S clients, its uploads back."""
+    return Traffic(
+        down_values=dim + _values(alg.downloads(), info, dim),
+        up_values=_values(alg.uploads(), info, dim),
+        tracked_values=_values(alg.tracked_uploads(), info, dim),
+        sampled=info.sampled,
+        tracked=info.tracked,
+        value_bytes=value_bytes,
+    )
+
+
+def vectors_per_round(alg: Algorithm, info: RoundInfo, dim: int, *, derive: bool = False) -> float:
+    """V(t): model-sized vectors a sampled client moves in a round, both ways, the tracked share counted as T/S.
+
+    FedAvg 2; FAdamGC and SCAFFOLD 3 + T/S, since y goes down to all S and the change goes up from T. (GC counts the
+    download of y for the T only, which makes 2 + 2 T/S; the two agree at T = S.) derive: without the downloads that a
+    client works out for itself from the last x, such as FedAdamW's Delta.
+    """
+    sent = traffic(alg, info, dim)
+    derived = _values({name: alg.downloads()[name] for name in alg.derivable}, info, dim) if derive else 0
+    return (sent.down_values - derived + sent.up_values + sent.tracked_values * info.tracked / info.sampled) / dim
+
+
+def simulated_seconds(compute_seconds: float, client_bytes: int, bandwidth_mbit: float) -> float:
+    """SRT of one round: compute time of the slowest client plus its bytes over a link of that bandwidth."""
+    return compute_seconds + client_bytes * 8 / (bandwidth_mbit * 1e6)
+
+
+def client_memory(alg: Algorithm, info: RoundInfo, dim: int, frozen: int) -> dict[str, int]:
+    """Numbers a client holds while it trains: frozen weights, x, gradient, each vector of its local state, and what it
+    receives (GC, Table 6). frozen: weights of the base model."""
+    x = torch.zeros(1, dim)
+    kept = alg.init_clients(x, info)
+    server = alg.init_server(x[0], info)
+    local = alg.begin(x, server, kept, info)
+    ours = {value.data_ptr() for value in server.values()}  # what is only a view of something received counts there
+    moments = {n: value.numel() for n, value in local.items() if n != "x" and value.data_ptr() not in ours}
+    received = {
+        f"received {name}": dim if of == "d" else info.blocks.num_blocks for name, of in alg.downloads().items()
+    }
+    stored = {f"kept {name}": value.numel() for name, value in kept.items()}
+    return {"frozen weights": frozen, "x": dim, "received x": dim, "gradient": dim, **moments, **received, **stored}
+
+
+def stored_values(alg: Algorithm, info: RoundInfo, dim: int) -> int:
+    """Numbers a client keeps between rounds."""
+    return _values(alg.client_vectors(), info, dim)
+
+
+def row_vectors(alg: Algorithm) -> dict[str, int]:
+    """How many float32 matrices [C, d] are held for C clients together: in a step, and while uploads are reduced.
+
+    step: the local state, what the clients brought, the gradient, and two temporaries of the step. reduce: the local
+    state, uploads and kept rows that are not the local ones, and for one upload at a time the accepted rows, their
+    float64 and its weighted copy.
+    """
+    info = RoundInfo(0, 1, 1, 1, 1, 1, BlockPartition.elementwise(1))
+    x, one = torch.zeros(1, 1), torch.ones(1, 1)
+    server, kept = alg.init_server(x[0], info), alg.init_clients(x, info)
+    local = alg.begin(x, server, kept, info)
+    alg.step(local, x.clone(), 1, one, info)
+    upload, state = alg.end(local, x, server, kept, Rows(one, one, one.bool()), info)
+    return {"step": _count(local) + _count(kept) + 3, "reduce": _count(local | upload | state) + 5}
+
+
+def _count(state: State) -> int:
+    return len({value.data_ptr() for value in state.values()})

@@ -1,0 +1,49 @@
+"""The facts of a run that an algorithm may know."""
+
+from __future__ import annotations
+
+from fedllm.algorithms.base import Algorithm, RoundInfo, check_declared
+from fedllm.blocks import BlockPartition
+from fedllm.common.errors import UserError
+from fedllm.problems.base import Problem
+
+
+def round_info(
+    alg: Algorithm, problem: Problem, *, rounds: int, sampled: int, tracked: int | None, local_steps: int
+) -> RoundInfo:
+    """The facts of the run, as of round 0. Raises UserError where S or T do not fit the federation, or `alg` declares a
+    vector of another length than "d" or "B"."""
+    check_declared(alg)
+    blocks = problem.blocks
+    if blocks is not None and blocks.dim != problem.dim:
+        raise UserError(
+            f"{type(problem).__name__}.blocks: found {blocks.dim:,} coordinates, expected {problem.dim:,}, its dim"
+        )
+    if blocks is None or getattr(alg, "blocks", None) == "elementwise":
+        blocks = BlockPartition.elementwise(problem.dim)
+    return run_info(
+        blocks,
+        rounds=rounds,
+        num_clients=problem.num_clients,
+        sampled=sampled,
+        tracked=tracked,
+        local_steps=local_steps,
+    )
+
+
+def run_info(
+    blocks: BlockPartition, *, rounds: int, num_clients: int, sampled: int, tracked: int | None, local_steps: int
+) -> RoundInfo:
+    """The same without a problem. Raises UserError where S or T do not fit the federation."""
+    if not 1 <= sampled <= num_clients:
+        raise UserError(
+            f"federation.clients_per_round: found {sampled}, expected 1 to {num_clients}, the number of clients"
+        )
+    tracked = sampled if tracked is None else tracked
+    if not 0 <= tracked <= sampled:
+        raise UserError(
+            f"federation.tracked_per_round: found {tracked}, expected 0 to {sampled}, which is clients_per_round"
+        )
+    if local_steps < 1:
+        raise UserError(f"local.steps: found {local_steps}, expected 1 or more")
+    return RoundInfo(0, rounds, num_clients, sampled, tracked, local_steps, blocks)

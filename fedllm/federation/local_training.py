@@ -1,0 +1,203 @@
+"""How one process trains a part of a round's clients: their local steps, and what becomes of their uploads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedllm.aggregation.upload_checks import misfit
+from fedllm.aggregation.uploads import Uploads
+from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, clip
+from fedllm.common.errors import UserError
+from fedllm.common.memory import HalvingBatches
+from fedllm.common.profiling import section
+from fedllm.common.tensors import State
+from fedllm.federation.client_states import ClientVectors
+from fedllm.federation.partial_round import PartialRound
+from fedllm.federation.setup import Setup
+from fedllm.federation.state import FederationState
+from fedllm.problems import checks
+from fedllm.problems.base import Problem
+
+Progress = Callable[[int], None]  # called when so many clients have taken a step
+
+
+def client_too_large(client: int) -> str:
+    """What to do about a client that does not fit into memory alone."""
+    return (
+        f"client {client}: its step alone does not fit into memory; cut its batches with run.slices=4, or set "
+        f"run.gradient_checkpointing=true (the same result up to rounding), or lower local.batch_size or "
+        f"data.max_length"
+    )
+
+
+def train_part(
+    setup: Setup,
+    state: FederationState,
+    steps: Mapping[int, int],
+    tracked: set[int],
+    stacked_clients: int | None,
+    progress: Progress,
+) -> PartialRound:
+    """Trains the clients of `steps` (client -> local steps, falling), changing nothing in `state`.
+
+    stacked_clients: how many are trained together, None = all; fewer where memory gives out (see HalvingBatches).
+    """
+    part = PartialRound.empty(setup, state.x)
+
+    def train(clients: list[int]) -> Trained:
+        try:
+            return _train(setup, state, clients, [steps[client] for client in clients], tracked, progress)
+        except Exception as error:
+            listed = ", ".join(map(str, clients))
+            error.add_note(f"Round {setup.info.index + 1}, while these clients trained together: {listed}")
+            raise
+
+    batches = HalvingBatches(list(steps), stacked_clients, client_too_large)
+    for clients, trained in batches.each(train):
+        _count(part, setup, state, clients, trained, tracked)
+        counts = [steps[client] for client in clients]
+        seconds = time.perf_counter() - trained.began
+        part.slowest = max(part.slowest, seconds * max(counts) / sum(counts))
+        del trained  # before the next clients' vectors are made
+    part.forced = batches.forced
+    return part
+
+
+class Trained(NamedTuple):
+    """Some clients after their local steps: their local state, their uploads, and their mean losses [C], where known.
+    began: time.perf_counter() before the first step."""
+
+    began: float
+    rows: Rows
+    local: State
+    uploads: Uploads
+    losses: Tensor | None
+
+
+def _count(
+    part: PartialRound, setup: Setup, state: FederationState, clients: list[int], trained: Trained, tracked: set[int]
+) -> None:
+    """Sends these clients' uploads through the pipeline and adds the accepted ones to the part."""
+    alg, declared, count = setup.algorithm, setup.declared(state.x), len(clients)
+    uploads = trained.uploads
+    _require_declared(alg, "what it sends", uploads.sent, declared.sent, state.x, count)
+    _require_declared(alg, "what it keeps", uploads.kept, declared.kept, state.x, count)
+    with section("reduce"):
+        setup.pipeline.send(uploads, declared, count)
+        sent = [_upload_bytes(alg, uploads.sent, client in tracked) for client in clients]
+        part.bytes_up, part.most_up = part.bytes_up + sum(sent), max(part.most_up, *sent)
+        setup.pipeline.receive(uploads, declared, count)
+        part.rejected |= {clients[row]: why for row, why in uploads.rejected.items()}
+        if not (good := uploads.accepted(count)):
+            return
+        accepted = [clients[row] for row in good]
+        part.reduction.add(uploads, trained.rows, good, _weights(alg, setup.problem, accepted, state.x))
+        part.drift.add(state.x, trained.local, good)
+        part.staged |= state.clients.stage(accepted, {name: value[good] for name, value in uploads.kept.items()})
+        part.losses += [] if trained.losses is None else trained.losses[good].tolist()
+
+
+def _train(
+    setup: Setup,
+    state: FederationState,
+    clients: list[int],
+    counts: list[int],
+    tracked: set[int],
+    progress: Progress,
+) -> Trained:
+    """The local steps of some clients, in order of falling step counts: those with steps left are the first rows."""
+    alg, problem, info = setup.algorithm, setup.problem, setup.info
+    began, x = time.perf_counter(), state.x.expand(len(clients), -1)
+    steps = torch.tensor(counts)
+    rates = alg.rates(steps, info).to(x)
+    rows = Rows(
+        steps=steps[:, None].to(x),
+        rate_sum=rates.sum(dim=1, keepdim=True),
+        tracked=torch.tensor([[client in tracked] for client in clients], device=x.device),
+    )
+    with section("optimizer"):
+        before = state.clients.get(clients, x.device)
+        local = alg.begin(x, state.server, before, info)
+    losses: Tensor | None = None
+    for k in range(counts[0]):
+        active = sum(count > k for count in counts)
+        view = {name: value[:active] for name, value in local.items()}
+        same = dict(view)
+        loss, g = checks.loss_and_gradient(problem, view["x"], clients[:active], info.index, k)
+        with section("optimizer"):
+            alg.step(view, clip(g, alg.clip_norm), k + 1, rates[:active, k : k + 1], info)
+        _require_in_place(alg, same, view)
+        if loss is not None:
+            losses = torch.zeros(len(clients), device=x.device) if losses is None else losses
+            losses[:active] += loss.detach()
+        progress(active)
+    with section("optimizer"):
+        upload, kept = alg.end(local, x, state.server, before, rows, info)
+    mean_losses = None if losses is None else losses / rows.steps[:, 0]
+    return Trained(began, rows, local, Uploads(upload, kept), mean_losses)
+
+
+def full_gradients(
+    setup: Setup, state: FederationState, clients: Sequence[int], stacked_clients: int | None
+) -> tuple[Tensor, dict[int, ClientVectors]]:
+    """The sum [d] (float64) of these clients' full gradients at x; what they start from, staged."""
+    x = state.x
+    total = torch.zeros_like(x, dtype=torch.float64)
+    staged: dict[int, ClientVectors] = {}
+    batches = HalvingBatches(clients, stacked_clients, client_too_large)
+    for chunk, gradients in batches.each(lambda chunk: checks.full_gradient(setup.problem, x, chunk)):
+        total += gradients.sum(0, dtype=torch.float64)
+        rows = setup.algorithm.init_clients(x.expand(len(chunk), -1), setup.info, gradients)
+        staged |= state.clients.stage(chunk, rows)
+    return total, staged
+
+
+def local_steps(problem: Problem, clients: Sequence[int], info: RoundInfo) -> dict[int, int]:
+    """Local steps of each client in round info.index: the problem's own, or the federation's K."""
+    found = checks.steps(problem, clients, info.index)
+    if found is None:
+        return dict.fromkeys(clients, info.local_steps)
+    steps = dict(zip(clients, found, strict=True))
+    for client, count in steps.items():
+        if count < 1:
+            raise UserError(f"client {client}: has {count} local steps in round {info.index + 1}, expected at least 1")
+        if count > info.local_steps:
+            raise UserError(
+                f"client {client}: has {count} local steps in round {info.index + 1}, expected at most "
+                f"{info.local_steps}, the most of this federation; raise local_steps"
+            )
+    return steps
+
+
+def _upload_bytes(alg: Algorithm, upload: State, tracked: bool) -> int:
+    """Bytes that one of these clients sends: its row of each tensor, the tracked ones only if it is tracked."""
+    left_out = () if tracked else alg.tracked_uploads()
+    return sum(value.nbytes // len(value) for name, value in upload.items() if name not in left_out)
+
+
+def _require_in_place(alg: Algorithm, before: State, after: State) -> None:
+    """A step that rebinds local[name] would be lost without a word, since it is given views of the rows."""
+    for name in before.keys() | after.keys():
+        if after.get(name) is not before.get(name):
+            raise UserError(
+                f"{type(alg).__name__}.step: replaced local['{name}'], expected it changed in place; write "
+                f"local['{name}'] -= ... or local['{name}'].copy_(...), and make every entry in begin"
+            )
+
+
+def _require_declared(alg: Algorithm, what: str, found: Any, lengths: Mapping[str, int], x: Tensor, rows: int) -> None:
+    """Vectors of wrong names, shapes or dtype from `end` are the algorithm's mistake and no client's."""
+    if why := misfit(found, {name: (rows, length) for name, length in lengths.items()}, x.dtype):
+        declared = "client_vectors declares" if what == "what it keeps" else "uploads and tracked_uploads declare"
+        raise UserError(f"{type(alg).__name__}.end: of {what}, {why}, as {declared}")
+
+
+def _weights(alg: Algorithm, problem: Problem, clients: list[int], x: Tensor) -> Tensor:
+    if alg.weights == "uniform":
+        return torch.ones(len(clients), dtype=torch.float64, device=x.device)
+    return checks.sizes(problem, clients).to(device=x.device, dtype=torch.float64)

@@ -1,0 +1,28 @@
+"""Who trains in a round, and in which part of the work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedllm.common.seeding import numpy_rng
+
+
+def sample(seed: int, round: int, num_clients: int, sampled: int, tracked: int) -> tuple[list[int], list[int]]:
+    """S clients uniformly without replacement, and a uniform subset of T of them; both sorted."""
+    chosen = numpy_rng(seed, "sample", round).choice(num_clients, sampled, replace=False)
+    subset = numpy_rng(seed, "track", round).choice(chosen, tracked, replace=False)
+    return sorted(chosen.tolist()), sorted(subset.tolist())
+
+
+def deal(work: Mapping[int, float], shares: int) -> list[list[int]]:
+    """The clients in at most `shares` shares of nearly the same work, each in order of falling work, none empty.
+
+    The client with the most work left goes to the share with the least: a function of `work` and `shares` alone.
+    """
+    dealt: list[list[int]] = [[] for _ in range(shares)]
+    loads = [0.0] * shares
+    for client in sorted(work, key=lambda client: (-work[client], client)):
+        lightest = loads.index(min(loads))
+        dealt[lightest].append(client)
+        loads[lightest] += work[client]
+    return [clients for clients in dealt if clients]

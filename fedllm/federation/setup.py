@@ -1,0 +1,30 @@
+"""What every round works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from fedllm.aggregation.pipeline import Pipeline
+from fedllm.aggregation.uploads import Declared
+from fedllm.algorithms.base import Algorithm, RoundInfo
+from fedllm.problems.base import Problem
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The algorithm, the problem that gives its gradients, the facts of the round, and the steps on its uploads."""
+
+    algorithm: Algorithm
+    problem: Problem
+    info: RoundInfo
+    pipeline: Pipeline = Pipeline()
+
+    def at(self, round: int) -> Setup:
+        """The same in another round, counted from 0."""
+        return replace(self, info=replace(self.info, index=round))
+
+    def declared(self, x: Tensor) -> Declared:
+        """The vectors that the algorithm declares for a model x [d]."""
+        return Declared.by(self.algorithm, x, self.info)

@@ -1,0 +1,40 @@
+"""The whole state of a federation between rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from fedllm.common.tensors import State
+from fedllm.federation.client_states import ClientFiles, ClientStore
+from fedllm.federation.setup import Setup
+from fedllm.problems import checks
+
+
+@dataclass
+class FederationState:
+    """The state after `round` rounds: the global x [d], the server's vectors, and the clients' vectors."""
+
+    round: int
+    x: Tensor
+    server: State
+    clients: ClientStore
+
+
+def blank(setup: Setup, x0: Tensor | None = None, folder: Path | None = None) -> FederationState:
+    """The state before the first round, every vector at its plain initial value.
+
+    x0 [d]: the start, default problem.initial(). folder: where the clients' vectors are kept in files, default in
+    memory.
+    """
+    alg, info = setup.algorithm, setup.info
+    x = checks.start(setup.problem, x0)
+    x_cpu = x.cpu()
+
+    def initial(count: int) -> State:
+        return alg.init_clients(x_cpu.expand(count, -1), info)
+
+    store = ClientStore(initial) if folder is None else ClientFiles(initial, folder)
+    return FederationState(0, x, alg.init_server(x, info), store)

@@ -1,0 +1,245 @@
+"""Loads backbones by name: a frozen transformers model in eval mode, with a task's head and a tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from fedllm.common import hub
+from fedllm.common.errors import UserError
+from fedllm.common.quiet import quiet
+from fedllm.common.seeding import derive
+from fedllm.models.quantization import keep_as_stored
+from fedllm.models.settings import ModelSettings
+from fedllm.models.sources import ask_hub, cached_folder, check_quantize, find_model
+from fedllm.models.structure import attentions, find_head
+from fedllm.tasks.heads import Head
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A frozen model with a task's head, and its tokenizer.
+
+    name: as the user wrote it. source: the folder or GGUF file it was read from, or "hub" (Hugging Face cache or hub).
+    head: paths of the task head's modules, all of which are trained. task_type: PEFT's name for this kind of head.
+    max_length: the number of tokens that the model has positions for, or None if it has no limit.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    source: Path | Literal["hub"]
+    head: tuple[str, ...]
+    task_type: str
+    max_length: int | None
+
+    @property
+    def base_name(self) -> str:
+        """The base model's name in adapter_config.json: `name`, or the folder of a model inside a Python package."""
+        return self.name if self.source == "hub" or not self.name.startswith("package:") else str(self.source)
+
+
+def load_backbone(model: ModelSettings, head: Head, *, local_hub: str | None = None, seed: int = 0) -> Backbone:
+    """Loads the model called `model.name` (see `fedllm.common.hub`), with the head of a task.
+
+    If `model.pretrained` is false, all weights are random. Otherwise only those that the checkpoint lacks are (the
+    head). Random weights are drawn from (seed, 'model-init'); the global random state does not change. Dropout of
+    attention probabilities is off; the other dropout rates are the model's own, or `model.dropout`.
+
+    Padding is on the right.
+
+    Raises UserError: the name is found nowhere, weights are missing or incomplete, transformers has no such head for
+    this model, the dropout is not usable, or the quantisation is not possible.
+    """
+    if model.dropout is not None and not 0 <= model.dropout < 1:
+        raise UserError(f"model.dropout: found {model.dropout}, expected null or a rate in [0, 1)")
+    load = partial(_load, model, head, seed)
+    place = hub.find_local("models", model.name, local_hub)
+    source = "hub" if place is None else find_model(place, model)
+    check_quantize(model, source)
+    try:
+        with quiet():
+            return _from_hub(model.name, local_hub, load) if isinstance(source, str) else _from_disk(source, load)
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as cause:
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise UserError(f"model '{model.name}' (from {source}) cannot be loaded: {reason}") from cause
+
+
+def _from_disk(source: Path, load: Callable[..., Backbone]) -> Backbone:
+    if source.suffix == ".gguf":
+        return load(source, str(source.parent), gguf_file=source.name, local_files_only=True)
+    return load(source, str(source), local_files_only=True)
+
+
+def _from_hub(name: str, local_hub: str | None, load: Callable[..., Backbone]) -> Backbone:
+    """Loads from the Hugging Face cache, or else from the hub.
+
+    Without a network, from_pretrained repeats its requests for minutes. To avoid this, the cache is read as a folder,
+    and one request first asks the hub whether the name exists.
+    """
+    if (cached := cached_folder(name)) is not None:
+        with contextlib.suppress(OSError):  # the cache holds only some of the files
+            return load("hub", cached, local_files_only=True)
+    ask_hub(name, local_hub)
+    return load("hub", name)
+
+
+def _load(
+    model: ModelSettings, head: Head, seed: int, source: Path | Literal["hub"], where: str, **options: Any
+) -> Backbone:
+    """Loads the backbone from `where`. `options` go to every from_pretrained. A model's own code is never run."""
+    options["trust_remote_code"] = False
+    config = AutoConfig.from_pretrained(where, **head.config, **options)
+    _set_dropout(config, model.dropout)
+    _fuse_activation(config)
+    tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    with _draws_from(seed):
+        if model.pretrained:
+            net, absent = _pretrained(model, head, config, where, options)
+        else:
+            net, absent = _random(model, head, config), []
+    paths = find_head(net)
+    if absent:
+        paths = _trained_anew(model.name, net, paths, absent)
+    _set_padding(model.name, net, tokenizer)
+    net.config.use_cache = False
+    net.requires_grad_(False).train(False)
+    return Backbone(net, tokenizer, model.name, source, paths, head.task_type, _max_length(net))
+
+
+def _pretrained(
+    model: ModelSettings, head: Head, config: PreTrainedConfig, where: str, options: dict[str, Any]
+) -> tuple[PreTrainedModel, list[str]]:
+    """The checkpoint's model, and the names of the parameters that the checkpoint lacks or has in another shape."""
+    if model.quantize != "none":
+        options = {**options, "quantization_config": _quantization(model, head, config)}
+    elif "gguf_file" in options and hasattr(transformers, "GgufConfig"):  # versions without it always dequantise
+        options = {**options, "quantization_config": transformers.GgufConfig(dequantize=True)}
+    options = {"dtype": _DTYPES[model.dtype], "ignore_mismatched_sizes": True, "output_loading_info": True, **options}
+    net, info = _auto_class(head).from_pretrained(where, config=config, **options)
+    keep_as_stored(net)
+    return net, sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+
+
+def _random(model: ModelSettings, head: Head, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model with random weights, drawn in float32 so that every dtype starts from the same values."""
+    net: nn.Module = _from_config(head, config)
+    return cast(PreTrainedModel, net.to(_DTYPES[model.dtype]))
+
+
+def _from_config(head: Head, config: PreTrainedConfig) -> PreTrainedModel:
+    return cast(PreTrainedModel, _auto_class(head).from_config(config, dtype=torch.float32))
+
+
+def _auto_class(head: Head) -> Any:
+    """The transformers class that loads a base model with this head."""
+    return getattr(transformers, head.auto_class)
+
+
+def _trained_anew(name: str, net: PreTrainedModel, head: tuple[str, ...], absent: list[str]) -> tuple[str, ...]:
+    """The modules to train: the head and, if the checkpoint lacks it, the pooler.
+
+    A pooler with random frozen weights would lower the accuracy.
+    """
+    pooler = f"{net.base_model_prefix}.pooler"
+    if any(key.startswith(f"{pooler}.") for key in absent):
+        head = (pooler, *head)
+    if lost := [key for key in absent if not key.startswith(tuple(f"{path}." for path in head))]:
+        raise UserError(
+            f"model '{name}': {len(lost)} of the frozen parameters are not in the checkpoint, or not in this shape: "
+            f"{', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}. Name a checkpoint that has them."
+        )
+    return head
+
+
+def _quantization(model: ModelSettings, head: Head, config: PreTrainedConfig) -> BitsAndBytesConfig:
+    """The quantisation settings: 4 bit (NF4, scales in 8 bit) or 8 bit.
+
+    The head is not quantised. Neither is a fused query/key/value projection, because `split_fused` splits its weight.
+    """
+    with torch.device("meta"):
+        skeleton = _from_config(head, config)
+    fused = [attention.query for attention in attentions(skeleton, model.name) if attention.fused]
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=model.quantize == "4bit",
+        load_in_8bit=model.quantize == "8bit",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=_DTYPES[model.dtype],
+        llm_int8_threshold=0.0,  # 0: outlier columns are found over the whole batch, which mixes clients
+        llm_int8_skip_modules=[*find_head(skeleton), *fused],
+    )
+
+
+def _set_dropout(config: PreTrainedConfig, rate: float | None) -> None:
+    """Sets dropout of attention probabilities to 0 and every other dropout rate of the config to `rate`, if given.
+
+    A rate that is null in the config, which stands for a copy of another rate, is set too.
+    """
+    for key, value in list(vars(config).items()):
+        is_rate = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        if is_rate and ("dropout" in key or "pdrop" in key):
+            if "att" in key:
+                setattr(config, key, 0.0)
+            elif rate is not None:
+                setattr(config, key, rate)
+
+
+def _fuse_activation(config: PreTrainedConfig) -> None:
+    """Replaces GPT-2's activation "gelu_new" by an equal one that is a single operation.
+
+    transformers computes "gelu_new" with eight operations and stores all intermediate results for the backward pass.
+    """
+    for key, value in list(vars(config).items()):
+        if value == "gelu_new":
+            setattr(config, key, "gelu_pytorch_tanh")
+
+
+def _set_padding(name: str, net: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise UserError(f"model '{name}': its tokenizer has neither a pad nor an eos token to pad texts with")
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    net.config.pad_token_id = tokenizer.pad_token_id
+    rows = net.get_input_embeddings().get_parameter("weight").shape[0]
+    if len(tokenizer) > rows:
+        raise UserError(f"model '{name}': its tokenizer has {len(tokenizer)} tokens, but the model only {rows}")
+
+
+def _max_length(net: PreTrainedModel) -> int | None:
+    """The number of positions that a text can use. RoBERTa and related models count them from padding_idx + 1."""
+    positions: int | None = getattr(net.config, "max_position_embeddings", None)
+    tables = (m for n, m in net.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding))
+    if positions is None or (table := next(tables, None)) is None or table.padding_idx is None:
+        return positions
+    return positions - table.padding_idx - 1
+
+
+@contextlib.contextmanager
+def _draws_from(seed: int) -> Iterator[None]:
+    """Seeds torch's global CPU generator from (seed, 'model-init') inside the context, and restores its state after."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive(seed, "model-init"))
+        yield

@@ -1,0 +1,63 @@
+"""How the weights of the frozen base are stored: bitsandbytes layers, and matrices under autocast."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+
+def settle(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Makes a model's 4-bit and 8-bit layers compute the same in training and in evaluation.
+
+    dtype: the dtype of the 4-bit layers' products, or None for that of the base.
+
+    The layers are set to training mode, which changes only their arithmetic. In eval mode on a CPU, an 8-bit layer also
+    rounds its input to 8 bit. A 4-bit layer repacks its weights if the CPU supports bfloat16.
+    """
+    if (bnb := sys.modules.get("bitsandbytes")) is None:  # not imported: no such layers
+        return
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # an 8-bit layer logs the dtypes of each product
+    for module in model.modules():
+        if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+            module.train()
+            if dtype is not None and isinstance(module, bnb.nn.Linear4bit):
+                module.compute_dtype = dtype
+
+
+def keep_as_stored(model: nn.Module) -> None:
+    """Prevents bitsandbytes from repacking 4-bit weights.
+
+    On a CPU with fast bfloat16 products, bitsandbytes repacks them with rounded scales in the first forward pass
+    without gradients. It fails for layers that are narrower than a block of scales.
+    """
+    if (bnb := sys.modules.get("bitsandbytes")) is None:
+        return
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def lower(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Converts the frozen float32 matrices to `dtype`; None leaves them unchanged.
+
+    Autocast would convert them again in every forward pass. Products have the same bits, and the matrices need less
+    memory (half with bfloat16).
+    """
+    for module in model.modules() if dtype is not None else ():
+        frozen = not any(value.requires_grad for value in module.parameters(recurse=False))
+        if isinstance(module, nn.Linear | Conv1D) and frozen and module.weight.dtype == torch.float32:
+            module.to(dtype)
+
+
+def frozen_size(model: PeftModel, dim: int) -> tuple[int, int]:
+    """The number of frozen parameters and their bytes, for a model with `dim` trainable float32 values.
+
+    A packed 4-bit weight counts as the parameters that it encodes. The scales of its blocks are not counted.
+    """
+    _, everything = model.get_nb_trainable_parameters()
+    return everything - dim, sum(value.nbytes for value in model.parameters()) - 4 * dim

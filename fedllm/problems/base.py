@@ -1,0 +1,48 @@
+"""The interface of a federated problem: it computes the clients' gradients, one row of parameters per client."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedllm.blocks import BlockPartition
+
+
+class Problem(ABC):
+    """N clients, each with its own objective over the same d parameters.
+
+    dim: d. num_clients: N. blocks: the partition of the coordinates, or None for one block per coordinate.
+    """
+
+    dim: int
+    num_clients: int
+    blocks: BlockPartition | None = None
+
+    @abstractmethod
+    def initial(self) -> Tensor:
+        """The starting point x0 [d]."""
+
+    @abstractmethod
+    def gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> Tensor:
+        """Stochastic gradients [C, d]: row c is client clients[c]'s at X[c]. X [C, d] is not changed."""
+
+    def loss_and_gradient(
+        self, X: Tensor, clients: Sequence[int], round: int, step: int
+    ) -> tuple[Tensor | None, Tensor]:
+        """Mini-batch losses [C], or None where the problem has none to tell, and gradients [C, d]."""
+        return None, self.gradient(X, clients, round, step)
+
+    def steps(self, clients: Sequence[int], round: int) -> Tensor | None:
+        """Local steps [C] of each client (at least 1), or None: all take the federation's number."""
+        return None
+
+    def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
+        """Gradients [C, d] of the clients' whole objectives at x [d]."""
+        raise NotImplementedError(f"{type(self).__name__} has no full_gradient, which tracking_init: gradient needs")
+
+    def sizes(self, clients: Sequence[int]) -> Tensor:
+        """Samples [C] that the clients hold, for `weights: size`."""
+        return torch.ones(len(clients))

@@ -1,0 +1,84 @@
+"""Calls a problem's methods and checks their results. A mistake is a UserError that names class and method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedllm.common.errors import UserError
+from fedllm.common.tensors import require_vector, shown
+
+if TYPE_CHECKING:
+    from fedllm.problems.base import Problem
+
+
+def start(problem: Problem, x0: Tensor | None = None) -> Tensor:
+    """A copy of x0 [d] in the dtype and on the device of problem.initial(), or of that."""
+    initial = problem.initial()
+    require_vector(f"{type(problem).__name__}.initial", initial, problem.dim)
+    if x0 is None:
+        return initial.detach().clone()
+    require_vector("x0", x0, problem.dim)
+    return x0.detach().to(initial, copy=True)
+
+
+def loss_and_gradient(
+    problem: Problem, X: Tensor, clients: Sequence[int], round: int, step: int
+) -> tuple[Tensor | None, Tensor]:
+    """problem.loss_and_gradient, of which shape, dtype, graph and an unchanged X are checked."""
+    before = _version(X)
+    loss, g = problem.loss_and_gradient(X, clients, round, step)
+    _require_rows(problem, "gradient", g, X)
+    if _version(X) != before:
+        raise UserError(
+            f"{type(problem).__name__}.gradient: changed X in place, expected it untouched; work on X.clone()"
+        )
+    return loss, g
+
+
+def full_gradient(problem: Problem, x: Tensor, clients: Sequence[int]) -> Tensor:
+    """problem.full_gradient, checked likewise."""
+    found = problem.full_gradient(x, clients)
+    _require_rows(problem, "full_gradient", found, x.expand(len(clients), -1))
+    return found
+
+
+def sizes(problem: Problem, clients: Sequence[int]) -> Tensor:
+    """problem.sizes, checked: [C], one positive number per client."""
+    found = problem.sizes(clients)
+    if not isinstance(found, Tensor) or found.shape != (len(clients),) or not bool((found > 0).all()):
+        values = found.tolist() if isinstance(found, Tensor) else found
+        raise UserError(
+            f"{type(problem).__name__}.sizes: found {values}, expected a tensor of {len(clients)} positive numbers"
+        )
+    return found
+
+
+def steps(problem: Problem, clients: Sequence[int], round: int) -> list[int] | None:
+    """problem.steps, checked: one whole number per client, or None."""
+    found = problem.steps(clients, round)
+    if found is None:
+        return None
+    counts: list[int | float] = torch.as_tensor(found).flatten().tolist()
+    if len(counts) != len(clients) or any(count != int(count) for count in counts):
+        raise UserError(
+            f"{type(problem).__name__}.steps: found {counts}, expected {len(clients)} whole numbers, one a client"
+        )
+    return [int(count) for count in counts]
+
+
+def _version(X: Tensor) -> int:
+    """How often X was changed in place, 0 in torch.inference_mode, where it is not counted."""
+    return 0 if X.is_inference() else X._version
+
+
+def _require_rows(problem: Problem, method: str, g: Any, X: Tensor) -> None:
+    if isinstance(g, Tensor) and g.shape == X.shape and g.dtype == X.dtype and not g.requires_grad:
+        return
+    graph = " with its graph" if isinstance(g, Tensor) and g.requires_grad else ""
+    raise UserError(
+        f"{type(problem).__name__}.{method}: found {shown(g)}{graph}, expected {shown(X)}, a row a client, detached"
+    )

@@ -1,0 +1,52 @@
+"""Attention masks that are made without reading a value back from the device.
+
+transformers reads every attention mask (`mask.all()`) to find out whether it can do without one. On a GPU, the host
+then waits for all work before it, once per forward. Texts are padded on the right, so that the host knows the answer
+without reading: under causal attention no text attends to its own padding, and elsewhere a mask is given only where
+there is padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "fedllm_sdpa"
+
+
+def set_attention(model: nn.Module, given: str, wanted: str) -> None:
+    """Sets the attention of the transformers model in `model` to `wanted`, if it is `given`."""
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if inner is not None and inner.config._attn_implementation == given:
+        inner.set_attn_implementation(wanted)
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether the model's tokens attend to earlier ones only."""
+    return any(getattr(module, "is_causal", False) for module in model.modules())
+
+
+def _mask(
+    *,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **options: Any,
+) -> Tensor | None:
+    """transformers' own mask for scaled_dot_product_attention, without padding where no text attends to it."""
+    padding = None if allow_is_causal_skip else attention_mask
+    mask: Tensor | None = sdpa_mask(
+        attention_mask=padding,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and padding is None,
+        **options,
+    )
+    return mask
+
+
+AttentionInterface.register(NAME, sdpa_attention_forward)
+AttentionMaskInterface.register(NAME, _mask)

@@ -1,0 +1,90 @@
+"""Dropout masks as a pure function of client, step and place, and not of a random stream.
+
+Each bit of a mask is a hash of (seed, round, client, step, layer, use of the layer in the pass, sample slot, token
+position, feature). Padding, slices and the clients trained together do not change it. Rates are rounded to 1/65536.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedllm.common.seeding import derive
+
+# 32-bit multipliers with good avalanche (Ellis' lowbias32), as int32.
+_M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
+
+
+def _mix(h: Tensor) -> Tensor:
+    """A bijective scramble of int32, in place on `h`, which must be fresh."""
+    h ^= (h >> 16).bitwise_and_(0xFFFF)
+    h *= _M1
+    h ^= (h >> 15).bitwise_and_(0x1FFFF)
+    h *= _M2
+    h ^= (h >> 16).bitwise_and_(0xFFFF)
+    return h
+
+
+def row_keys(seed: int, round: int, step: int, clients: Sequence[int], slots: Tensor) -> Tensor:
+    """Keys [C * n] (int32) of a micro-batch's samples, client by client. slots [C, n]: places in its batch."""
+    keys = [derive(seed, "dropout", round, client, step) & 0x7FFFFFFF for client in clients]
+    return _mix(torch.tensor(keys, dtype=torch.int32)[:, None] + slots.to(torch.int32) * 0x3504F333).reshape(-1)
+
+
+class Dropout:
+    """The dropout of one pass.
+
+    keys [N]: row_keys of the samples. layers: how many dropout layers there are. sample, position [R, L]: of packed
+    rows, which sample each token belongs to and its place there; None where each row is one sample. What the features
+    of a token share is hashed for all layers at once, so that each layer launches few operations.
+    """
+
+    def __init__(self, keys: Tensor, layers: int, sample: Tensor | None = None, position: Tensor | None = None) -> None:
+        self._keys, self._layers, self._sample, self._position = keys, layers, sample, position
+        self._hashes: dict[int, Tensor] = {}
+        self._pairs: dict[int, Tensor] = {}
+
+    def __call__(self, x: Tensor, rate: float, layer: int, use: int = 0) -> Tensor:
+        """x [N, F] or [R, L, F] with each value zeroed at `rate` and the others scaled up.
+
+        layer: its number. use: how often the pass has used that layer before.
+        """
+        threshold = round(rate * 65536)
+        if threshold == 0:
+            return x
+        h = (self._of_tokens(x.shape[1]) if x.dim() == 3 else self._of_samples)[layer, ..., None]
+        if use:
+            h = _mix(h + (use * 0x5BD1E995 & 0x7FFFFFFF))
+        h = h ^ self._of_pairs(x.shape[-1])
+        h *= _M1
+        h ^= (h >> 15).bitwise_and_(0x1FFFF)
+        h *= _M2
+        stays = h.view(torch.int16)[..., : x.shape[-1]] >= threshold - 32768
+        return x * (stays * (65536 / (65536 - threshold))).to(x.dtype)
+
+    @cached_property
+    def _of_samples(self) -> Tensor:
+        """[layers, N]."""
+        layers = torch.arange(self._layers, dtype=torch.int32, device=self._keys.device)
+        return _mix(self._keys + layers[:, None] * 0x2545F491)
+
+    def _of_tokens(self, length: int) -> Tensor:
+        """[layers, R, L] for rows of this length."""
+        if length not in self._hashes:
+            h, position = self._of_samples[..., None], self._position
+            if self._sample is not None:
+                h = self._of_samples[:, self._sample]
+            if position is None:
+                position = torch.arange(length, device=h.device)
+            self._hashes[length] = _mix(h + position.to(torch.int32) * 0x1B873593)
+        return self._hashes[length]
+
+    def _of_pairs(self, features: int) -> Tensor:
+        """[(F + 1) / 2]: one hash serves two features, 16 bits each."""
+        if features not in self._pairs:
+            numbers = torch.arange((features + 1) // 2, dtype=torch.int32, device=self._keys.device)
+            self._pairs[features] = _mix(numbers)
+        return self._pairs[features]

@@ -1,0 +1,64 @@
+"""Rows of several samples each, for models that compute them as they compute rows of one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedllm.common.profiling import section
+from fedllm.data.tokenization import send
+from fedllm.problems.lora.micro_batches import MicroBatch, whole
+from fedllm.problems.lora.packing import Packed, PackedFormat, attention_window, find_format, pack
+from fedllm.problems.lora.padded_rows import PaddedRows
+from fedllm.problems.lora.row_layout import DropoutKeys, RowLayout
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows(RowLayout):
+    """Several samples of one client per row. format: how the model reads them. equal: as many rows for every client."""
+
+    packed = True
+
+    format: PackedFormat = PackedFormat(causal=False, first_position=0)
+    equal: bool = False
+
+    def sizes(self, batches: Sequence[np.ndarray]) -> list[int]:
+        """Whole rows as long as the longest sample."""
+        longest = max(int(self.lengths[batch].max()) for batch in batches)
+        tokens = [longest * -(-int(self.lengths[batch].sum()) // longest) for batch in batches]
+        return [max(tokens)] * len(batches) if self.equal else tokens
+
+    def micro_batches(self, batches: Sequence[np.ndarray]) -> list[MicroBatch]:
+        return [whole(batches, self.lengths)]
+
+    def outputs(self, X: Tensor, micro: MicroBatch, keys: DropoutKeys | None) -> Tensor:
+        with section("data"):
+            drops = None if keys is None else send(keys(micro.slots), X.device)
+            rows = pack(self.tokens, micro.samples.numpy(), self.format, equal=self.equal, pad_id=self.pad_id)
+            rows = rows.to(X.device)
+        with section("forward"):
+            return self.model.packed(X, rows, drops)
+
+
+@torch.no_grad()
+def find_packed_rows(padded: PaddedRows, *, equal: bool, tolerance: float) -> PackedRows | None:
+    """The samples of `padded` in packed rows, or None where the model does not compute the same outputs for these.
+
+    Tried on some of the samples; see packing.find_format for the tolerance.
+    """
+    model, tokens, pad_id = padded.model, padded.tokens, padded.pad_id
+    if padded.lengths.max() > attention_window(model.model):
+        return None
+    x = model.start[None]
+
+    def packed_outputs(rows: Packed) -> Tensor:
+        return model.packed(x, rows.to(x.device))
+
+    found = find_format(
+        model.model, tokens, lambda index: padded.outputs_of(x, index), packed_outputs, tolerance, pad_id
+    )
+    return None if found is None else PackedRows(model, tokens, pad_id, found, equal)

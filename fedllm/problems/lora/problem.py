@@ -1,0 +1,202 @@
+"""The Problem of production: clients fine-tune LoRA adapters and a task head over one shared frozen base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedllm.blocks import BlockPartition
+from fedllm.common.profiling import section
+from fedllm.data.client_batches import ClientBatches
+from fedllm.data.tokenization import Tokens, send
+from fedllm.models.flat_parameters import ParameterSpace
+from fedllm.models.quantization import settle
+from fedllm.problems.base import Problem
+from fedllm.problems.lora.compatibility import IndependenceCheck
+from fedllm.problems.lora.dropout import row_keys
+from fedllm.problems.lora.engine_settings import EngineSettings
+from fedllm.problems.lora.evaluation_batches import evaluate, evaluation_batches
+from fedllm.problems.lora.memory_probe import measure, measure_checkpointed
+from fedllm.problems.lora.packed_rows import find_packed_rows
+from fedllm.problems.lora.padded_rows import PaddedRows
+from fedllm.problems.lora.passes import Passes
+from fedllm.problems.lora.row_layout import DropoutKeys, RowLayout
+from fedllm.problems.lora.stacked_model import StackedModel
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""The loss of each sample [n], of the head's outputs [n, L] and the targets [n]; differentiable in the outputs."""
+
+
+class LoraProblem(Problem):
+    """gradient(X [C, d]) of C clients, as many of them in one forward and backward of the base as memory allows.
+
+    model: a PEFT model whose trainable parameters, in their order, are the flat vector; it is changed until `release`
+    (see StackedModel). tokens: the training samples. batches: who takes which at which step; its seed draws the dropout
+    too. losses: the task's. The loss of a client is the mean over its own samples; padding has no weight.
+    Raises UserError for a model that cannot be trained so.
+
+    rows: how samples are laid out in rows. passes: how clients are cut into passes. eval_cuts: in how many parts each
+    batch of an evaluation is computed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokens: Tokens,
+        batches: ClientBatches,
+        losses: Losses,
+        settings: EngineSettings,
+        blocks: BlockPartition | None = None,
+    ) -> None:
+        space = ParameterSpace.of(model)
+        self.dim, self.num_clients, self.blocks = space.dim, len(batches.parts), blocks
+        settle(model.eval(), settings.autocast)
+        check = IndependenceCheck(model, space, tokens)
+        self.model, self.batches, self.losses = StackedModel(model, space), batches, losses
+        padded = PaddedRows(self.model, tokens, settings.pad_id)
+        exact = self.model.exact
+        tolerance = 0.001 if exact else 0.3
+        check.compare(padded.outputs_of, tolerance)
+        # Equal rows make batched products of the adapters, which a GPU and bfloat16 want; a CPU rather loops.
+        equal = self.model.start.device.type != "cpu" or settings.autocast is not None or not exact
+        self._packed = find_packed_rows(padded, equal=equal, tolerance=tolerance)
+        self.rows: RowLayout = padded
+        self.choose_rows(settings.slices)
+        self.model.lower(settings.autocast)
+        memory = measure_checkpointed(padded) if settings.checkpointing else measure(padded)
+        self.passes = Passes.within(memory, settings.pass_bytes)
+        self.eval_cuts = 1
+
+    @property
+    def space(self) -> ParameterSpace:
+        """The trainable parameters as one flat vector."""
+        return self.model.space
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row may hold several samples."""
+        return self.rows.packed
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return self.model.layers
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Bytes that every pass saves for its backward, however few tokens it has."""
+        return self.passes.memory.fixed
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that a pass saves for its backward for each of its tokens."""
+        return self.passes.memory.token
+
+    @property
+    def pass_tokens(self) -> float:
+        """Tokens of a pass of several clients at most, and of a batch of an evaluation."""
+        return self.passes.tokens
+
+    def initial(self) -> Tensor:
+        return self.model.start.clone()
+
+    def steps(self, clients: Sequence[int], round: int) -> Tensor:
+        return torch.tensor([self.batches.steps(client) for client in clients])
+
+    def sizes(self, clients: Sequence[int]) -> Tensor:
+        return torch.tensor([float(len(self.batches.parts[client])) for client in clients])
+
+    def gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> Tensor:
+        return self.loss_and_gradient(X, clients, round, step)[1]
+
+    def loss_and_gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> tuple[Tensor, Tensor]:
+        with section("data"):
+            batches = [self.batches.indices(client, round, step) for client in clients]
+        losses, gradients = torch.zeros(len(clients), device=X.device), torch.empty_like(X)
+        for some in self.passes.cut(self.rows.sizes(batches)):
+            keys = partial(row_keys, self.batches.seed, round, step, clients[some])
+            counts = [len(batch) for batch in batches[some]]
+            losses[some], gradients[some] = self._pass(X[some], batches[some], counts, keys)
+        return losses, gradients
+
+    def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
+        """Gradients [C, d] of the clients' mean losses over all their samples, without dropout."""
+        falling = sorted(range(len(clients)), key=lambda row: -len(self.batches.parts[clients[row]]))
+        parts = [self.batches.parts[clients[row]] for row in falling]
+        gradients = torch.zeros(len(clients), self.dim, device=x.device)
+        for begin in range(0, len(parts[0]), size := self.batches.batch_size):
+            batches = [part[begin : begin + size] for part in parts if begin < len(part)]
+            for some in self.passes.cut(self.rows.sizes(batches)):
+                X, counts = x.repeat(len(batches[some]), 1), [len(part) for part in parts[some]]
+                gradients[some] += self._pass(X, batches[some], counts, None)[1]
+        return gradients[np.argsort(falling)]
+
+    @torch.no_grad()
+    def outputs(self, x: Tensor, tokens: Tokens, part: int = 0, parts: int = 1) -> Tensor:
+        """Outputs of the head [n, L] (float32, CPU) for all samples at x [d], in large batches of similar lengths.
+
+        Of these batches only every `parts`-th from number `part` on is computed; the rows of the others are zeros.
+        Where memory gives out, the rest is computed in more parts, `eval_cuts`. Raises RunError where a sample alone
+        does not fit.
+        """
+        rows = PaddedRows(self.model, tokens, self.rows.pad_id)
+        batches = evaluation_batches(rows.lengths, self.pass_tokens)
+        own = batches[part::parts]
+
+        def outputs_of(index: Tensor) -> Tensor:
+            return rows.outputs_of(x[None], index).cpu()
+
+        found, self.eval_cuts = evaluate(outputs_of, rows.lengths, own or batches[:1], self.eval_cuts)
+        return found if own else torch.zeros_like(found)
+
+    def choose_rows(self, slices: int | None) -> None:
+        """Lays samples out from now on as EngineSettings.slices says."""
+        if slices is None and self._packed is not None:
+            self.rows = self._packed
+        else:
+            self.rows = PaddedRows(self.model, self.rows.tokens, self.rows.pad_id, slices)
+
+    def largest_pass(self, clients: Sequence[int], steps: int) -> int:
+        """Tokens of the largest pass that these clients make together in the first `steps` steps of round 0."""
+        batches = ([self.batches.indices(client, 0, step) for client in clients] for step in range(steps))
+        return max((self.passes.largest(self.rows.sizes(taken)) for taken in batches), default=0)
+
+    def release(self) -> None:
+        """Gives the model back as it was."""
+        self.model.release()
+
+    def _pass(
+        self, X: Tensor, batches: list[np.ndarray], counts: list[int], keys: DropoutKeys | None
+    ) -> tuple[Tensor, Tensor]:
+        """Losses [C] and gradients [C, d] of some clients: one forward and backward per micro-batch.
+
+        counts [C]: samples that a client's mean is over. keys: None for no dropout.
+        """
+        with section("data"):
+            micros = self.rows.micro_batches(batches)
+        X = X.detach().requires_grad_()
+        losses = torch.zeros(len(counts), device=X.device)
+        for micro in micros:
+            outputs = self.rows.outputs(X, micro, keys)
+            losses += self._descend(outputs, micro.samples, counts)
+        assert X.grad is not None
+        return losses, X.grad
+
+    def _descend(self, outputs: Tensor, samples: Tensor, counts: list[int]) -> Tensor:
+        """Backward of the samples' part of the clients' mean losses; returns that part [C].
+
+        samples [C, m], -1 for none. counts [C]: samples that a client's mean is over.
+        """
+        with section("data"):
+            real = samples >= 0
+            weight = send((real / torch.tensor(counts)[:, None]).to(outputs.dtype), outputs.device)
+            targets = send(self.rows.tokens.targets[samples.clamp(min=0).reshape(-1)], outputs.device)
+        with section("forward"):
+            losses = (self.losses(outputs, targets).view_as(weight) * weight).sum(dim=1)
+        with section("backward"):
+            losses.sum().backward()  # type: ignore[no-untyped-call]
+        return losses.detach()

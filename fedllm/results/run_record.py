@@ -1,0 +1,103 @@
+"""A run, read from its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from fedllm.results.format import Axis, Sections, is_number
+from fedllm.results.names import printable
+from fedllm.results.run_files import Result
+
+MADE_WITH = (("machine", "precision"), ("versions", "fedllm"))
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """partition.json: the number of samples per client, and per client and class.
+
+    sizes: [N]. counts: [N, classes], or [] if samples have no classes.
+    """
+
+    sizes: list[int]
+    classes: list[str]
+    counts: list[list[int]]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run, read from its folder.
+
+    recipe: the sections of recipe.yaml. rounds: the lines of metrics.jsonl. result: result.json; for an unfinished run
+    the same keys, computed from the rounds so far. start: COSTS before round 1.
+    clients: None if there is no partition.json.
+    """
+
+    folder: Path
+    recipe: Sections
+    rounds: list[dict[str, Any]]
+    result: Result
+    start: dict[str, float]
+    clients: ClientData | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is finished."""
+        return bool(self.result["status"] == "finished")
+
+    @property
+    def seed(self) -> int:
+        """run.seed."""
+        return int(self.recipe["run"]["seed"])
+
+    @property
+    def made_with(self) -> dict[tuple[str, str], Any]:
+        """Values of result.json that must also be equal in two finished runs for their results to be averaged.
+
+        These are the precision, which depends on the machine with run.precision=auto, and fedllm's version.
+        """
+        places = {where: self.result.get(where[0]) for where in MADE_WITH}
+        return {(section, key): told[key] for (section, key), told in places.items() if _has(told, key)}
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm's name in the recipe."""
+        return printable(self.recipe["algorithm"]["name"])
+
+    @property
+    def task(self) -> str:
+        """A short name of the data set or of the training file."""
+        data = self.recipe["data"]
+        return printable(str(data.get("name") or Path(str(data.get("train"))).name).removeprefix("package:"))
+
+    @property
+    def primary(self) -> str:
+        """The headline metric; "" for an unfinished run without an evaluation."""
+        return str(self.result["primary"])
+
+    def best_score(self, metric: str) -> float | None:
+        """The best value of a metric so far; None if it was never measured."""
+        best = self.result["best"].get(metric)
+        return best["value"] if best else None
+
+    def curve(self, metric: str, over: Axis = "round") -> tuple[list[float], list[float]]:
+        """x and y of a metric, one point per evaluation.
+
+        Bytes (up and down) and simulated seconds are running totals that include the costs before round 1.
+        """
+        spent = [self.start, *self.rounds]
+        steps = {
+            "round": [line["round"] for line in self.rounds],
+            "bytes": list(accumulate(line["bytes_up"] + line["bytes_down"] for line in spent))[1:],
+            "simulated_seconds": list(accumulate(line["simulated_seconds"] for line in spent))[1:],
+        }
+        points = [
+            (x, line[metric]) for x, line in zip(steps[over], self.rounds, strict=True) if is_number(line.get(metric))
+        ]
+        return [float(x) for x, _ in points], [float(y) for _, y in points]
+
+
+def _has(told: Any, key: str) -> TypeGuard[dict[str, Any]]:
+    return isinstance(told, dict) and key in told

@@ -1,0 +1,156 @@
+"""Grids and seeds of a recipe, cell by cell in one process: what is finished is skipped, what was cut off goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fedllm.common.console import say, warn
+from fedllm.common.errors import RunError, UserError
+from fedllm.common.files import replace_text
+from fedllm.config.recipe import Recipe
+from fedllm.distributed.process_group import StoppedError
+from fedllm.experiment.build import ReadCache, with_dir
+from fedllm.experiment.launch import executor_for
+from fedllm.experiment.run import run
+from fedllm.experiment.run_lock import RunInUseError, run_each_when_free, run_lock
+from fedllm.federation.executor import Executor
+from fedllm.reporting.report import report
+from fedllm.reporting.text_tables import markdown_table
+from fedllm.results.reader import load_run
+from fedllm.sweeps.grid import Cell, Choose
+from fedllm.sweeps.sweep_plan import SweepPlan, plan_sweep
+from fedllm.tasks.base import lower_is_better
+
+
+def sweep(
+    recipe: str | Path,
+    grid: str | Path,
+    out: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    only: Sequence[str] = (),
+    executor: Executor | None = None,
+) -> Path:
+    """Runs every cell of the grid over the recipe and reports them together; the same as `fedllm sweep`.
+
+    out: folder of the runs, default runs/<recipe>-<grid>; a cell's run is in <out>/<cell>-s<seed>, a trial in
+    <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. only: the cases to run; the tables
+    show what there is of the others too. executor: see run.
+    Finished cells are skipped and interrupted cells continue, so the same command can be repeated until all are done.
+    If it runs several times at once, each process takes cells that no other process is working on.
+    Raises UserError for a mistake in any cell before the first one runs; RunError at the end if some cells failed.
+    """
+    return run_sweep(plan_sweep(recipe, grid, out, overrides, only), executor)
+
+
+def run_sweep(plan: SweepPlan, executor: Executor | None = None) -> Path:
+    """Runs the cells of a plan and reports them together, see `sweep`; returns the folder of the runs."""
+    total, choose = len(plan.wanted_cells()), plan.grid.choose
+    feeds = f", for {plan.grid.feeds}" if plan.grid.feeds else ""
+    executor = executor or executor_for(plan.any_recipe().run)
+    say(f"{total} {'cells' if total > 1 else 'cell'} into {plan.out}{feeds}")
+    runner = _Runner(executor)
+    folders: list[Path] = []
+    todo: dict[Path, Recipe] = {}
+    for case, members in plan.cases.items():
+        if not plan.is_wanted(case):
+            folders += [folder for cell in members for folder in plan.folders(cell).values()]
+            continue
+        runs = {
+            folder: plan.load(cell, {"run.seed": seed})
+            for cell in (_best(members, plan, choose, runner) if choose else members)
+            for seed, folder in plan.folders(cell).items()
+        }
+        folders += runs
+        todo |= runs
+    runner.run(todo)
+    executor.on_first(lambda: _write_tables(plan, folders))
+    if runner.failed:
+        raise RunError(f"{len(runner.failed)} runs of the sweep failed:\n  " + "\n  ".join(runner.failed))
+    return plan.out
+
+
+def _write_tables(plan: SweepPlan, folders: Sequence[Path]) -> None:
+    """The table of the trials, and the report of the runs that have begun."""
+    if plan.grid.choose:
+        _write_trials(plan.out, plan.grid.choose, [cell for members in plan.cases.values() for cell in members])
+    if done := [folder for folder in folders if (folder / "metrics.jsonl").is_file()]:
+        with run_lock(plan.out / "report", wait=True):
+            report(done, plan.out / "report")
+
+
+class _Runner:
+    """Runs one recipe after the other. A failed run is recorded, and the next one begins.
+
+    Runs that another process is working on come last.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.failed: list[str] = []
+        self.executor = executor
+        self._cache = ReadCache()
+
+    def run(self, recipes: Mapping[Path, Recipe]) -> None:
+        run_each_when_free(recipes, lambda folder, wait: self._run(recipes[folder], folder, wait))
+
+    def _run(self, recipe: Recipe, folder: Path, wait: bool) -> None:
+        say(str(folder), "bold")
+        try:
+            run(with_dir(recipe, folder), self._cache, self.executor, wait=wait)
+        except StoppedError:
+            raise
+        except RunInUseError as error:
+            if not wait:
+                raise
+            self.failed.append(str(error))
+        except RunError as error:
+            warn(f"{folder}: {error}")
+            self.failed.append(f"{folder}: {error}")
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from error
+
+
+def _best(members: list[Cell], plan: SweepPlan, choose: Choose, runner: _Runner) -> list[Cell]:
+    """The cell with the best trial, or no cell if every trial failed. A case of one cell needs no trial."""
+    if len(members) == 1:
+        return members
+    seed = {"run.seed": plan.grid.seeds[0]} if plan.grid.seeds else {}
+    trials = {cell: plan.out / "trials" / cell.name for cell in members}
+    length = {"federation.rounds": choose.rounds}
+    runner.run({folder: plan.load(cell, choose.set | seed | length) for cell, folder in trials.items()})
+    outcomes = {
+        cell: runner.executor.on_first(lambda folder=folder: _outcome(folder, choose.by))  # type: ignore[misc]
+        for cell, folder in trials.items()
+    }
+    values = {cell: value for cell, value in outcomes.items() if value is not None}
+    if not values:
+        return []
+    best = (min if lower_is_better(choose.by) else max)(values, key=lambda cell: values[cell])
+    say(f"best of {len(members)} trials: {best.name}, {choose.by} {values[best]:.4f}", "bold")
+    return [best]
+
+
+def _outcome(folder: Path, by: str) -> float | None:
+    """The best value of `by` in a finished trial; None for one that failed or never had a finite value."""
+    if not (folder / "result.json").is_file():
+        return None
+    try:
+        trial = load_run(folder)
+    except UserError as error:
+        warn(f"left out: {error}")
+        return None
+    if by not in trial.result["final"]:
+        raise UserError(f"choose.by: found '{by}', expected one of {', '.join(trial.result['final'])}")
+    return trial.best_score(by)
+
+
+def _write_trials(out: Path, choose: Choose, tried: Sequence[Cell]) -> None:
+    """The table of all trials, so that a choice can be judged by who reads its result."""
+    values = {cell: _outcome(out / "trials" / cell.name, choose.by) for cell in tried}
+    rows = [
+        (cell.case, cell.values, "failed" if value is None else f"{value:.4f}")
+        for cell, value in values.items()
+        if (out / "trials" / cell.name).is_dir()
+    ]
+    table = markdown_table(("case", "cell", choose.by), rows, words=("case", "cell"))
+    replace_text(out / "trials.md", f"Best {choose.by} of {choose.rounds} rounds.\n\n{table}")

@@ -1,0 +1,74 @@
+"""What a model is trained for: its head, its samples, its loss and its scores.
+
+Outside this room, outputs and targets are tensors with one row per sample, which only a task reads.
+
+A causal language model fits: a sample's targets are the tokens to learn, and `losses` gives the mean over these tokens.
+Its `evaluate` gets four sums per sample as outputs [n, 4] (log-likelihood, tokens, right tokens, all right), for which
+one method is to be added that makes them from a batch's logits before the next batch is computed. Images fit: `encode`
+gives pixels in place of tokens, and the rest is that of sequence classification.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from fedllm.common.console import ProgressCallback
+    from fedllm.data.loading import Split
+    from fedllm.data.tokenization import Tokens
+    from fedllm.tasks.heads import Head
+
+LOSS = "eval_loss"  # the name of an evaluation's loss, beside a task's scores
+
+
+def lower_is_better(name: str) -> bool:
+    """Whether the lowest value of a score is the best one. Reports know a score by its name alone."""
+    return name == LOSS
+
+
+class Task(ABC):
+    """What a model is trained for; `selection.task_of` makes the one that a recipe's data ask for.
+
+    head: which head the model gets. metric_names: the scores that `evaluate` gives beside the loss, the headline first.
+    classes: the names of the classes in the order of their ids, () where targets are no classes.
+    """
+
+    head: Head
+    metric_names: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+
+    @property
+    def primary(self) -> str:
+        """The name of the headline score."""
+        return self.metric_names[0]
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The kind of the targets in a few words, for the plan: "5 classes", "a regression"."""
+
+    @abstractmethod
+    def encode(self, split: Split, tokenizer: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
+        """The n samples of a split as tokens and targets, each sample cut to `max_length` tokens.
+
+        Raises UserError for a length or a tokenizer that the samples cannot be encoded with.
+        """
+
+    @abstractmethod
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each sample [n], differentiable in the outputs [n, L] of the model's head; targets [n]."""
+
+    @abstractmethod
+    def evaluate(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """The mean loss, named LOSS, and then `metric_names` of n samples: outputs [n, L], targets [n], on the CPU."""
+
+    def class_counts(self, split: Split, parts: Sequence[np.ndarray]) -> list[list[int]] | None:
+        """How many samples of each class each of N clients has, [N, classes]; None where targets are no classes.
+
+        parts: the indices into `split` of each client's samples.
+        """
+        return None

@@ -1,0 +1,45 @@
+"""The heads that tasks put on a base model, in the words of transformers and PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedllm.common.errors import UserError
+
+
+@dataclass(frozen=True)
+class Head:
+    """Which head a model gets.
+
+    auto_class: the name of the transformers class that loads a base model with this head. task_type: PEFT's name of
+    this kind of head, which adapter_config.json repeats. config: keys of the model's config; they replace those of the
+    checkpoint, which may be of another task.
+    """
+
+    auto_class: str
+    task_type: str
+    config: dict[str, Any]
+
+
+def sequence_head(num_labels: int, *, regression: bool = False, label_names: Sequence[str] | None = None) -> Head:
+    """A head that gives `num_labels` outputs per sample: one per class, or the one value of a regression.
+
+    label_names: of the classes in the order of their ids, by default LABEL_0, LABEL_1, ... as in transformers.
+    Raises UserError: no output, a regression with several, another number of names than of outputs.
+    """
+    if num_labels < 1:
+        raise UserError(f"the task has {num_labels} labels, expected at least 1")
+    if regression and num_labels != 1:
+        raise UserError(f"a regression task has 1 output, found num_labels={num_labels}")
+    if label_names is not None and len(label_names) != num_labels:
+        raise UserError(f"found label names {list(label_names)}, expected {num_labels} of them")
+    names = label_names or [f"LABEL_{i}" for i in range(num_labels)]
+    config = {
+        "num_labels": num_labels,
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: i for i, name in enumerate(names)},
+        "problem_type": "regression" if regression else "single_label_classification",
+    }
+    return Head("AutoModelForSequenceClassification", "SEQ_CLS", config)

@@ -1,0 +1,34 @@
+"""Which task a recipe's `data:` section asks for, and with which metric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fedllm.data.known_datasets import KNOWN_DATASETS
+from fedllm.tasks.base import LOSS, Task
+from fedllm.tasks.metrics import METRICS
+from fedllm.tasks.sequence_classification import SequenceClassification, SequenceRegression
+
+if TYPE_CHECKING:
+    from fedllm.data.settings import DataSettings
+
+# The metrics of data that are not known by name.
+_OF_CLASSES, _OF_NUMBERS = "accuracy_macro_f1", "pearson_spearman"
+
+
+def task_of(settings: DataSettings, classes: Sequence[str]) -> Task:
+    """The task of a data set: a classification where its labels are `classes`, in the order of their ids, else a
+    regression. The metric is the official one of a data set that is known by name."""
+    known = KNOWN_DATASETS.get(settings.name or "")
+    if classes:
+        return SequenceClassification(classes, known.metric if known else _OF_CLASSES)
+    return SequenceRegression(known.metric if known else _OF_NUMBERS)
+
+
+def score_names(settings: DataSettings) -> list[str]:
+    """The scores that an evaluation may give, before the data are read: LOSS last, and of your own data, whose labels
+    may be classes or numbers, the metrics of both."""
+    known = KNOWN_DATASETS.get(settings.name or "")
+    keys = [known.metric] if known else [_OF_CLASSES, _OF_NUMBERS]
+    return [*dict.fromkeys(name for key in keys for name in METRICS[key][0]), LOSS]

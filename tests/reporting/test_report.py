@@ -1,0 +1,362 @@
+"""Runs read back, grouped and put into tables. Expected numbers are worked out by hand."""
+
+import csv
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from made_runs import SCORES, column, groups_of, make_run
+from rich.console import Console
+
+from fedllm.cli.commands import main
+from fedllm.common.console import console
+from fedllm.common.errors import UserError
+from fedllm.reporting.page import page
+from fedllm.reporting.report import report
+from fedllm.reporting.summary import summarise
+from fedllm.reporting.text_tables import in_markdown
+from fedllm.results.reader import read_runs
+
+# Grouping
+
+
+@pytest.mark.parametrize("same", ["run.dir=elsewhere", "run.resume=never", "run.checkpoint_every=3", "run.local_hub=x"])
+def test_seeds_are_averaged_wherever_they_ran(tmp_path, same):
+    (group,) = groups_of(make_run(tmp_path / "a"), make_run(tmp_path / "b", same, seed=1))
+    assert (group.label, len(group.runs)) == ("fadamgc", 2)
+
+
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        ("algorithm.lr=3e-4", ["fadamgc lr=0.001", "fadamgc lr=0.0003"]),
+        ("partition.seed=1", ["fadamgc partition.seed=0", "fadamgc partition.seed=1"]),
+        ("run.cohort=3", ["fadamgc run.stacked_clients=auto", "fadamgc run.stacked_clients=3"]),
+        ("data.max_train=9", ["fadamgc data.max_train=null", "fadamgc data.max_train=9"]),
+    ],
+)
+def test_runs_that_differ_in_more_than_the_seed_are_never_averaged(tmp_path, other, names):
+    first = make_run(tmp_path / "a", "algorithm.lr=1e-3")
+    groups = groups_of(first, make_run(tmp_path / "b", "algorithm.lr=1e-3", other, seed=1))
+    assert [group.label for group in groups] == names
+
+
+def test_runs_of_another_precision_or_version_are_never_averaged(tmp_path):
+    """run.precision=auto is bfloat16 on one machine and float32 on another; an older run does not tell."""
+    made = [("float32", "0.1.0"), ("float32", "0.1.0"), ("bfloat16", "0.1.0"), ("float32", "0.2.0"), (None, None)]
+    folders = [make_run(tmp_path / str(s), seed=s, precision=p, version=v) for s, (p, v) in enumerate(made)]
+    stopped = make_run(tmp_path / "stopped", seed=9, finished=False)
+    assert [(group.label, len(group.runs)) for group in groups_of(*folders, stopped)] == [
+        ("fadamgc machine.precision=float32, versions.fedllm=0.1.0", 2),
+        ("fadamgc machine.precision=bfloat16, versions.fedllm=0.1.0", 1),
+        ("fadamgc machine.precision=float32, versions.fedllm=0.2.0", 1),
+        ("fadamgc machine.precision=absent, versions.fedllm=absent", 1),
+        ("fadamgc (seed 9 unfinished, round 4 of 4)", 1),
+    ]
+    assert next(group.label for group in groups_of(folders[0], stopped)) == "fadamgc"
+
+
+def test_one_seed_in_two_precisions_is_two_runs(tmp_path):
+    folders = [make_run(tmp_path / kind, precision=kind) for kind in ("float32", "bfloat16")]
+    stopped = make_run(tmp_path / "stopped", finished=False)
+    runs, problems = read_runs([*folders, stopped])
+    assert [run.folder for run in runs] == folders
+    assert problems == [f"{stopped}: the same recipe and seed as {folders[0]}, which stands for both"]
+
+
+@pytest.mark.parametrize("label", ["1", None])
+def test_settings_that_only_look_the_same_are_told_apart(tmp_path, label):
+    """A column named '1' and the number 1; a setting that is null and one that an older recipe did not have."""
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)
+    for folder, value in ((first, 1), (second, label)):
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+        recipe["data"]["label"] = value
+        if label is None and folder == first:
+            del recipe["data"]["label"]
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    groups = groups_of(first, second)
+    assert [len(group.runs) for group in groups] == [1, 1]
+    if label is None:
+        assert [group.label for group in groups] == ["fadamgc data.label=absent", "fadamgc data.label=null"]
+
+
+def test_a_label_says_only_what_tells_groups_apart(tmp_path):
+    """FedAvg's lr is not compared with FAdamGC's: their own settings differ anyway."""
+    groups = groups_of(
+        make_run(tmp_path / "a", "algorithm.lr=1e-3"),
+        make_run(tmp_path / "b", "algorithm.lr=1e-4"),
+        make_run(tmp_path / "c", "algorithm.lr=1e-1", algorithm="fedavg"),
+        make_run(tmp_path / "d", task="glue/rte"),
+    )
+    assert [group.label for group in groups] == ["fadamgc lr=0.001", "fadamgc lr=0.0001", "fedavg", "fadamgc"]
+
+
+def test_an_unfinished_run_is_shown_but_not_averaged(tmp_path):
+    folders = [make_run(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    stopped = make_run(tmp_path / "2", "federation.rounds=9", scores=SCORES[:2], seed=2, finished=False)
+    more = [make_run(tmp_path / f"more{seed}", "federation.rounds=9", seed=seed) for seed in range(2)]
+    groups = groups_of(*folders, stopped, *more)
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("fadamgc federation.rounds=4", 2),
+        ("fadamgc federation.rounds=9", 2),
+        ("fadamgc federation.rounds=9 (seed 2 unfinished, round 2 of 9)", 1),
+    ]
+
+
+# Tables
+
+
+def test_means_and_sample_deviations_over_seeds(tmp_path):
+    scores = [(0.9, 0.8), (0.9, 0.9), (0.9, 1.0)]
+    groups = groups_of(*(make_run(tmp_path / str(seed), scores=s, seed=seed) for seed, s in enumerate(scores)))
+    assert column(groups, "final") == ["0.9000 ± 0.1000"]
+    assert column(groups, "best") == ["0.9333 ± 0.0577"]  # 0.9, 0.9, 1.0: deviation 0.1/sqrt(3)
+    assert column(groups, "seeds") == ["3"]
+    assert column(groups, "simulated s") == ["6.00 ± 0.00"]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "expected"),
+    [
+        ([(0.9, 0.9)], "1"),
+        ([(0.1, 0.1, 0.1)], ">3"),
+        ([(0.9, 0.1), (0.1, 0.9)], "1.5 ± 0.7"),
+        ([(0.9, 0.1), (0.1, 0.1)], ">2 (1 of 2 reached)"),
+        ([(0.1, 0.1), (0.1, 0.1)], ">2 (0 of 2 reached)"),
+    ],
+)
+def test_rounds_to_target_are_a_mean_only_if_every_seed_got_there(tmp_path, seeds, expected):
+    folders = [make_run(tmp_path / str(seed), scores=scores, seed=seed) for seed, scores in enumerate(seeds)]
+    assert column(groups_of(*folders), "rounds to target") == [expected]
+
+
+def test_rounds_to_targets_asked_for(tmp_path, capsys):
+    """Counted from the curves, whatever target the runs had."""
+    runs = [
+        make_run(tmp_path / name, seed=seed, scores=s) for name, seed, s in (("a", 0, (0.5, 0.9)), ("b", 1, (0.7, 0.7)))
+    ]
+    command = ["report", *map(str, runs), "--out", str(tmp_path / "out"), "--target", "accuracy=0.7", "--target"]
+    assert main([*command, "accuracy=0.8"]) == 0
+    lines = (tmp_path / "out" / "summary.md").read_text().splitlines()
+    assert lines[2].startswith("| run | rounds to accuracy 0.7 | rounds to accuracy 0.8 | best |")
+    assert lines[4].startswith("| fadamgc | 1.5 ± 0.7 | >2 (1 of 2 reached) |")
+    (row,) = csv.DictReader((tmp_path / "out" / "summary.csv").open())
+    assert (row["rounds_to_accuracy_0.7_mean"], row["rounds_to_accuracy_0.8_mean"]) == ("1.5", "")
+    capsys.readouterr()
+    assert main([*command, "0.8"]) == 2
+    assert "--target: found '0.8', expected metric=value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["=0.5", "accuracy=nan", "accuracy=inf", "accuracy=-Infinity", "accuracy=", "0.8"])
+def test_a_target_that_is_none_ends_the_report(tmp_path, capsys, text):
+    assert main(["report", str(make_run(tmp_path / "a")), "--target", text]) == 2
+    assert f"--target: found '{text}', expected metric=value" in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_target_of_a_metric_that_no_run_has_ends_the_report(tmp_path, capsys):
+    folders = [make_run(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    assert main(["report", *map(str, folders), "--target", "accurcy=0.9"]) == 2
+    assert (
+        "--target: found metric 'accurcy' (did you mean 'accuracy'?), but these runs were measured in accuracy, f1, "
+        "eval_loss" in capsys.readouterr().err
+    )
+    waiting = make_run(tmp_path / "waiting", scores=(None,), finished=False)
+    assert main(["report", str(waiting), "--target", "accuracy=0.9"]) == 2
+    assert "no run was evaluated yet" in capsys.readouterr().err
+
+
+def test_a_loss_is_reached_from_above_and_close_targets_are_told_apart(tmp_path):
+    """Losses of 0.5, 0.3, 0.1 and 0.2; accuracies of 0.5, 0.7, 0.9 and 0.8."""
+    groups = groups_of(make_run(tmp_path / "a"))
+    targets = [{"eval_loss": 0.35}, {"eval_loss": 0.05}, {"accuracy": 0.9}, {"accuracy": 0.90000001}]
+    summary = summarise(groups, targets)
+    headings = ["eval loss 0.35", "eval loss 0.05", "accuracy 0.9", "accuracy 0.90000001"]
+    row = dict(zip(summary.headings, summary.rows[0], strict=True))
+    assert [row[f"rounds to {heading}"] for heading in headings] == ["2", ">4", "3", ">4"]
+    (numbers,) = csv.DictReader(summary.csv().splitlines())
+    assert numbers["rounds_to_accuracy_0.9_mean"] == "3.0"
+    assert numbers["rounds_to_accuracy_0.90000001_mean"] == ""
+
+
+def test_a_target_in_a_metric_of_another_task_is_no_bound(tmp_path):
+    cola = make_run(tmp_path / "b", task="glue/cola", metric="matthews_correlation", target=None)
+    summary = summarise(groups_of(make_run(tmp_path / "a"), cola), [{"accuracy": 0.6}])
+    assert [row[summary.headings.index("rounds to accuracy 0.6")] for row in summary.rows] == ["2", "-"]
+
+
+def test_without_a_target_there_are_no_rounds_to_it(tmp_path):
+    assert column(groups_of(make_run(tmp_path / "a", target=None)), "rounds to target") == ["-"]
+
+
+def test_traffic_is_in_megabytes(tmp_path):
+    folder = make_run(tmp_path / "a", bytes_up=[1234567890, 0, 0, 0], finished=False)
+    assert column(groups_of(folder), "MB up") == ["1,235"]
+
+
+def test_client_memory_is_a_mean_over_seeds_that_all_tell(tmp_path):
+    told = [make_run(tmp_path / f"a{seed}", seed=seed, memory=(40 + 10 * seed) * 10**6) for seed in range(3)]
+    older = [
+        make_run(tmp_path / f"b{seed}", seed=seed, algorithm="fedavg", memory=[None, 7][seed]) for seed in range(2)
+    ]
+    groups = groups_of(*told, *older)
+    assert column(groups, "client MB") == ["50.0 ± 10.0", "-"]
+    summary = summarise(groups)
+    assert [line.split(" | ")[-1] for line in summary.markdown().splitlines()[2:]] == [
+        "client MB |", "--: |", "50.0 ± 10.0 |", "- |"
+    ]  # fmt: skip
+    assert r"& 50.0 $\pm$ 10.0 \\" in summary.latex()
+    known, unknown = csv.DictReader(summary.csv().splitlines())
+    assert (known["client_memory_mb_mean"], known["client_memory_mb_std"]) == ("50.0", "10.0")
+    assert (unknown["client_memory_mb_mean"], unknown["client_memory_mb_std"]) == ("", "")
+    assert (known["vectors_per_round_mean"], known["vectors_per_round_std"]) == ("4.0", "0.0")
+
+
+def test_rejected_uploads_are_a_column_where_there_were_any(tmp_path):
+    clean = make_run(tmp_path / "clean", algorithm="fedavg")
+    assert "rejected" not in summarise(groups_of(clean)).headings
+    faulty = [{}, {"3": "not finite"}, {"3": "not finite", "5": "not finite"}, {}]
+    folders = [make_run(tmp_path / f"a{seed}", seed=seed, rejected=faulty) for seed in range(2)]
+    stopped = make_run(tmp_path / "stopped", seed=2, rejected=faulty, finished=False)
+    groups = groups_of(clean, *folders, stopped)
+    assert column(groups, "rejected") == ["0.00", "3.00 ± 0.00", "3.00"]
+    rows = list(csv.DictReader(summarise(groups).csv().splitlines()))
+    assert [row["rejected_mean"] for row in rows] == ["0.0", "3.0", "3.0"]
+    assert '<td class="number">3</td>' in page(summarise(groups), groups, {}, [], [])
+
+
+def test_what_all_rows_share_is_said_once(tmp_path):
+    alone = summarise(groups_of(make_run(tmp_path / "a")))
+    assert alone.caption == "glue/sst2; accuracy, target 0.85"
+    assert alone.headings[:2] == ["run", "rounds to target"]
+    cola = make_run(tmp_path / "b", task="glue/cola", metric="matthews_correlation", target=0.4, seed=1)
+    both = summarise(groups_of(tmp_path / "a", cola))
+    assert both.headings[:3] == ["task", "run", "score"]
+    assert [row[:3] for row in both.rows] == [
+        ("glue/sst2", "fadamgc", "accuracy, target 0.85"),
+        ("glue/cola", "fadamgc", "Matthews correlation, target 0.4"),
+    ]
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_a_narrow_terminal_gets_the_table_in_parts(tmp_path, width):
+    seeds = [make_run(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    summary = summarise(groups_of(*seeds, make_run(tmp_path / "b", algorithm="fedavg")))
+    tables = summary.tables(width)
+    assert (len(tables) == 1) == (width == 200)
+    terminal = Console(width=width)
+    with terminal.capture() as capture:
+        for table in tables:
+            terminal.print(table)
+    lines = capture.get().splitlines()
+    assert all(len(line.rstrip()) <= width for line in lines)
+    for heading in summary.headings[1:]:
+        assert sum(heading in line for line in lines) == 1
+    assert sum("fedavg" in line for line in lines) == len(tables)
+
+
+def test_numbers_of_the_csv_file(tmp_path):
+    seeds = [make_run(tmp_path / str(seed), scores=(0.1, 0.8 + seed / 10), seed=seed) for seed in range(3)]
+    (row,) = csv.DictReader(summarise(groups_of(*seeds)).csv().splitlines())
+    assert (row["run"], row["seeds"], row["rounds"], row["reached"]) == ("fadamgc", "0 1 2", "2", "2")
+    assert row["target"] == "accuracy=0.85"
+    assert row["rounds_to_target_mean"] == ""
+    assert float(row["final_mean"]) == pytest.approx(0.9)
+    assert float(row["final_std"]) == pytest.approx(0.1)
+    assert float(row["mb_up_mean"]) == pytest.approx(0.002)
+
+
+def test_markup_characters_are_escaped(tmp_path):
+    groups = groups_of(*(make_run(tmp_path / column, f"data.label={column}") for column in ("a_b|c", "50%")))
+    summary = summarise(groups)
+    rows = summary.markdown().splitlines()[2:]
+    assert all(len(re.split(r"(?<!\\)\|", row)) == len(summary.headings) + 2 for row in rows)
+    assert r"data.label=a\_b|c & 3 &" in summary.latex()
+    assert r"data.label=50\%" in summary.latex()
+    hostile = summarise(groups_of(make_run(tmp_path / "x", "data.label=<b>a"), make_run(tmp_path / "y")))
+    assert "data.label=&lt;b>a" in hostile.markdown()
+    linked = [make_run(tmp_path / name) for name in ("img", "link")]
+    for folder, name in zip(linked, ("<img src=x onerror=alert(1)>.csv", "[a](b).csv"), strict=True):
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+        recipe["data"] |= {"name": None, "train": name}
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    text = summarise(groups_of(*linked)).markdown()
+    assert r"| \[a\](b).csv |" in text
+    assert "| &lt;img src=x onerror=alert(1)>.csv |" in text
+    assert summarise(groups_of(linked[0])).markdown().startswith("&lt;img src=x onerror=alert(1)>.csv; ")
+    assert r"\\" + "\n{[}a](b).csv & " in summarise(groups_of(*linked)).latex()
+    assert in_markdown(r"\[x](y) `z` *w* &lt;") == r"\\\[x\](y) \`z\` \*w\* &amp;lt;"
+    seeds = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(2)]
+    assert r"3.0 $\pm$ 0.0" in summarise(groups_of(*seeds)).latex()
+
+
+# The command
+
+
+def test_report_writes_what_it_lists_and_says_what_it_left_out(tmp_path):
+    seeds = [make_run(tmp_path / "runs" / str(seed), seed=seed) for seed in range(2)]
+    (tmp_path / "runs" / "junk").mkdir()
+    with console.capture() as capture:
+        written = report([*seeds, tmp_path / "runs" / "junk"])
+    out = tmp_path / "runs" / "report"
+    assert sorted(written) == sorted(out.iterdir())
+    assert {path.suffix for path in written} == {".html", ".md", ".csv", ".tex", ".png", ".svg"}
+    said = capture.get()
+    assert f"left out: {tmp_path}/runs/junk: not a run folder" in said
+    assert "0.8000 ± 0.0000" in said
+    assert all(path.name in said for path in written)
+
+
+def test_a_second_report_passes_over_the_first_and_writes_the_same(tmp_path):
+    make_run(tmp_path / "a")
+    first = {path: path.read_bytes() for path in report([tmp_path / "a"])}
+    with console.capture() as capture:
+        second = report(sorted(tmp_path.glob("*")))
+    assert "left out" not in capture.get()
+    assert {path: path.read_bytes() for path in second} == first
+
+
+def test_a_report_leaves_nothing_of_an_earlier_one(tmp_path):
+    """The figures of client drift and of labels are not made of the second run; what is not fedllm's stays."""
+    drift = {"update_cosine": [0.5] * 4, "update_norm": [1.0] * 4}
+    out = tmp_path / "out"
+    report([make_run(tmp_path / "a", counts=[(3, 1), (0, 2)], **drift)], out)
+    assert {"client_drift.png", "client_labels.svg"} < {path.name for path in out.iterdir()}
+    (out / "mine.png").write_bytes(b"")
+    written = report([make_run(tmp_path / "b")], out)
+    assert sorted(out.iterdir()) == sorted([*written, out / "mine.png"])
+
+
+def test_a_report_of_the_folder_that_one_stands_in_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_run(tmp_path / "runs" / "a"))
+    (written,) = report(["."], formats=["csv"])
+    assert written == tmp_path / "runs" / "report" / "summary.csv"
+
+
+def test_formats_and_folder_can_be_chosen(tmp_path):
+    written = report([make_run(tmp_path / "a")], tmp_path / "deep" / "out", formats=["csv"])
+    assert written == [tmp_path / "deep" / "out" / "summary.csv"]
+    assert list(written[0].parent.iterdir()) == written
+
+
+def test_nothing_to_report_is_an_error_that_names_every_folder(tmp_path):
+    (tmp_path / "junk").mkdir()
+    with pytest.raises(UserError, match=r"(?s)none of the folders.*junk: not a run folder.*gone: no such folder"):
+        report([tmp_path / "junk", tmp_path / "gone"])
+    assert not (tmp_path / "report").exists()
+    with pytest.raises(UserError, match="no run folder was named"):
+        report([])
+    with pytest.raises(UserError, match="format 'pdf'"):
+        report([make_run(tmp_path / "a")], formats=["pdf"])
+
+
+def test_a_report_imports_neither_torch_nor_transformers(tmp_path):
+    program = (
+        "import sys; from fedllm.reporting.report import report; import fedllm.reporting.score_table\n"
+        "report([sys.argv[1]]); print(sorted({'torch', 'transformers', 'datasets', 'pandas'} & {*sys.modules}))"
+    )
+    command = [sys.executable, "-c", program, str(make_run(tmp_path / "a", counts=[(3, 1), (0, 2)]))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

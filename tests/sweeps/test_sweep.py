@@ -1,0 +1,307 @@
+"""Sweeps: every cell once, as if run alone; finished cells are skipped, killed ones go on, mistakes show first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from adapters import same_bits
+
+import fedllm.experiment.run
+import fedllm.sweeps.sweep
+from fedllm import run_recipe
+from fedllm.cli.commands import main
+from fedllm.common.errors import RunError, UserError
+from fedllm.problems.lora.problem import LoraProblem
+from fedllm.reporting.report import report
+from fedllm.sweeps.grid import cells, load_grid
+from fedllm.sweeps.sweep import sweep
+from fedllm.tasks import sequence_classification
+
+
+def write(folder: Path, **grid: object) -> Path:
+    path = folder / "grid.yaml"
+    path.write_text(yaml.safe_dump(grid))
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.parent.name for path in folder.glob("*/result.json"))
+
+
+def test_cells_are_every_combination(tmp_path: Path) -> None:
+    grid = load_grid(
+        write(
+            tmp_path,
+            set={"federation.rounds": 2},
+            cases={"a": {"algorithm": {"name": "fedavg"}}, "b": {"algorithm.lr": 0.1, "grid": {"lora.rank": [1, 2]}}},
+            grid={"algorithm.server_lr": [0.5, 1], "local.steps": [1]},
+        )
+    )
+    found = list(cells(grid, ["run.threads=1"]))
+    assert [cell.name for cell in found] == [
+        "a,server_lr=0.5,steps=1",
+        "a,server_lr=1,steps=1",
+        "b,server_lr=0.5,steps=1,rank=1",
+        "b,server_lr=0.5,steps=1,rank=2",
+        "b,server_lr=1,steps=1,rank=1",
+        "b,server_lr=1,steps=1,rank=2",
+    ]
+    assert found[0].overrides == (
+        "federation.rounds=2", 'algorithm={"name": "fedavg"}', "algorithm.server_lr=0.5", "local.steps=1",
+        "run.threads=1",
+    )  # fmt: skip
+
+
+def test_keys_of_two_sections_that_end_alike_keep_their_sections(tmp_path: Path) -> None:
+    grid = load_grid(write(tmp_path, grid={"lora.alpha": [1], "partition.alpha": [2]}))
+    assert [cell.name for cell in cells(grid)] == ["lora.alpha=1,partition.alpha=2"]
+
+
+def test_a_grid_may_give_another_name_of_a_key(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("data: {name: glue/sst2}\nalgorithm: fedavg\nrun: {stacked_clients: 9}\n")
+    found = list(cells(load_grid(write(tmp_path, grid={"run.cohort": [1, 2]}))))
+    assert [cell.name for cell in found] == ["cohort=1", "cohort=2"]
+    assert [cell.recipe(str(tmp_path / "r.yaml")).run.stacked_clients for cell in found] == [1, 2]
+
+
+def test_a_sweep_is_its_runs_and_their_table(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenized: list[int] = []
+    tokenize = sequence_classification.tokenize
+    monkeypatch.setattr(sequence_classification, "tokenize", lambda *args: tokenized.append(1) or tokenize(*args))
+    grid = write(tmp_path, set={"federation.rounds": 2}, grid={"algorithm.lr": [0.01, 0.02]}, seeds=[0, 1])
+    out = tmp_path / "out"
+    assert main(["sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out), "run.threads=1"]) == 0
+    assert names(out) == ["lr=0.01-s0", "lr=0.01-s1", "lr=0.02-s0", "lr=0.02-s1"]
+    assert len(tokenized) == 2, "training and validation samples, once for all four runs"
+    run_lock = run_recipe(
+        tiny / "recipe.yaml",
+        ["federation.rounds=2", "algorithm.lr=0.02", "run.seed=1", "run.threads=1"],
+        tmp_path / "alone",
+    )
+    assert same_bits(run_lock.folder, out / "lr=0.02-s1")
+    table = (out / "report" / "summary.md").read_text()
+    assert "lr=0.01" in table
+    assert "mean ± standard deviation over seeds" in table
+
+    def no_work(*_: object) -> None:
+        raise AssertionError("a finished cell was run again")
+
+    monkeypatch.setattr(LoraProblem, "loss_and_gradient", no_work)
+    capsys.readouterr()
+    assert main(["sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out), "run.threads=1"]) == 0
+    assert "lr=0.02" in capsys.readouterr().out
+
+
+def test_the_best_trial_of_each_case_is_run_in_full(tiny: Path, tmp_path: Path) -> None:
+    grid = write(
+        tmp_path,
+        cases={
+            "adam": {"algorithm": {"name": "localadam"}, "grid": {"algorithm.lr": [1e-9, 0.02]}},
+            "sgd": {"algorithm": {"name": "fedavg", "lr": 0.1}},
+        },
+        choose={"rounds": 2, "by": "eval_loss", "set": {"eval.every": 2}},
+        seeds=[3, 4],
+    )
+    out = sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["run.threads=1"])
+    trials = {path.parent.name: json.loads(path.read_text()) for path in out.glob("trials/*/result.json")}
+    assert set(trials) == {"adam,lr=1e-09", "adam,lr=0.02"}
+    assert {(trial["rounds"], trial["seed"]) for trial in trials.values()} == {(2, 3)}
+    assert {
+        len((path.parent / "metrics.jsonl").read_text().split("eval_loss")) for path in out.glob("trials/*/result.json")
+    } == {2}
+    best = min(trials, key=lambda name: trials[name]["best"]["eval_loss"]["value"])
+    assert best == "adam,lr=0.02"
+    assert names(out) == [f"{best}-s3", f"{best}-s4", "sgd-s3", "sgd-s4"]
+    assert json.loads((out / f"{best}-s3" / "result.json").read_text())["rounds"] == 4
+    table = (out / "trials.md").read_text()
+    assert f"| adam | lr=0.02 | {trials[best]['best']['eval_loss']['value']:.4f} |" in table
+
+
+def test_one_case_alone(tiny: Path, tmp_path: Path) -> None:
+    grid = write(
+        tmp_path,
+        set={"federation.rounds": 1},
+        cases={name: {"algorithm": {"name": name, "lr": 0.01}} for name in ("fedavg", "localadam")},
+    )
+    assert names(sweep(tiny / "recipe.yaml", grid, tmp_path / "out", only=["localadam"])) == ["localadam-s0"]
+    with pytest.raises(UserError, match=r"--only localadamm: no such case .*did you mean .localadam.\?"):
+        sweep(tiny / "recipe.yaml", grid, tmp_path / "out", only=["localadamm"])
+
+
+def test_one_case_run_alone_leaves_the_others_in_the_tables(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fedllm.experiment.run, "_plot", lambda folder: folder / "curves.png")
+    monkeypatch.setattr(fedllm.sweeps.sweep, "report", partial(report, formats=["md"]))
+    cases = {
+        "fedavg": {"algorithm": {"name": "fedavg"}, "grid": {"algorithm.lr": [0.01, 0.1]}},
+        "fedcm": {"algorithm": {"name": "fedcm"}},
+    }
+    grid = write(tmp_path, set={"federation.rounds": 1}, cases=cases, choose={"rounds": 1})
+    for case in cases:
+        out = sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["run.threads=1"], only=[case])
+    assert (out / "trials.md").read_text().count("| fedavg |") == 2
+    summary = (out / "report" / "summary.md").read_text()
+    assert "| fedavg " in summary
+    assert "| fedcm " in summary
+    assert len(names(out)) == 2, "the best cell of each case"
+
+
+def test_a_dry_run_lists_the_cells(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = write(tmp_path, grid={"algorithm.lr": [0.01, 0.02]})
+    out = tmp_path / "out"
+    assert main(["sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out), "--dry-run", "lora.rank=1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "lr=0.01: algorithm.lr=0.01 lora.rank=1", "lr=0.02: algorithm.lr=0.02 lora.rank=1",
+    ]  # fmt: skip
+    assert not out.exists()
+
+
+def test_a_cell_that_cannot_go_on_does_not_stop_the_others(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = write(tmp_path, set={"federation.rounds": 1}, grid={"algorithm.lr": [1e38, 0.01]})
+    command = ["sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(tmp_path / "out"), "algorithm.eps=1e-30"]
+    assert main([*command, "federation.min_clients=5"]) == 1
+    assert names(tmp_path / "out") == ["lr=0.01-s0"]
+    error = capsys.readouterr().err
+    assert "1 runs of the sweep failed" in error
+    assert "lr=1e+38-s0" in error
+
+
+def test_a_killed_sweep_goes_on(tiny: Path, tmp_path: Path) -> None:
+    """kill -9 in the midst of the second cell; the same command ends with the bits of a sweep left alone."""
+    grid = write(tmp_path, grid={"algorithm.lr": [0.01, 0.02]})
+    out = tmp_path / "killed"
+    command = ["sweep", str(tiny / "recipe.yaml"), str(grid), "run.threads=1", "--out"]
+    process = subprocess.Popen([sys.executable, "-m", "fedllm", *command, str(out)], env={**os.environ})
+    second = out / "lr=0.02-s0" / "checkpoints" / "000001"
+    deadline = time.monotonic() + 120
+    while not second.is_dir() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert names(out) == ["lr=0.01-s0"]
+    assert main([*command, str(out)]) == 0
+    assert main([*command, str(tmp_path / "whole")]) == 0
+    assert all(same_bits(out / name, tmp_path / "whole" / name) for name in names(tmp_path / "whole"))
+    assert names(out) == names(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gird: {}", "unknown key (did you mean 'grid'?)"),
+        (
+            "grid: {algorithm.lr: 0.1}",
+            "grid: found {'algorithm.lr': 0.1}, expected a mapping of text to a list of values",
+        ),
+        ("set: 5", "set: found 5, expected a mapping of text to a value"),
+        ("cases: {a: {grid: 5}}", "cases.a.grid: found 5, expected keys, each with a list of values"),
+        ("cases: {a: {grid: {1: [2]}}}", "cases.a.grid: found {1: [2]}, expected keys"),
+        ("cases: {a: {grid: {algorithm.lr: 0.1}}}", "grid.algorithm.lr: found 0.1, expected a list"),
+        ("grid: {algorithm.lr: []}", "grid.algorithm.lr: found [], expected a list"),
+        ("grid: {algorithm.lrr: [0.1]}", "cell lrr=0.1: "),
+        ("grid: {algorithm.beta2: [1.5]}", "cell beta2=1.5: "),
+        ("grid: {algorithm.lr: [0.1, 0.10]}", "two cells are one, lr=0.1 and lr=0.1; expected"),
+        ("grid: {algorithm.lr: [1e-3, 1.0e-3]}", "two cells are one, lr=1e-3 and lr=0.001; expected different values"),
+        ("grid: {local: [{epochs: 2}, {epochs: 2.0}]}", "two cells are one, local={epochs: 2} and local={epochs: 2}"),
+        (
+            "grid: {model.name: [a/b, a_b]}",
+            "two cells would share the folder name=a_b: name=a/b and name=a_b; make them cases, which have names",
+        ),
+        (
+            "set: {run.stacked_clients: 2}\ngrid: {run.cohort: [3]}",
+            "cell cohort=3: override 'run.cohort=3': run.stacked_clients is 2 in another override",
+        ),
+        ("set: {run.dir: x}", "run.dir: found x, but every run of a sweep has its own folder; give --out"),
+        ("grid: {run.dir: [x, y]}", "cell dir=x: run.dir: found x, but every run"),
+        (
+            "choose: {by: acuracy}",
+            "choose.by: found 'acuracy' (did you mean 'accuracy'?), expected one of accuracy, macro",
+        ),
+        (
+            "choose: {by: f1}\nset: {data: {name: glue/sst2}}",
+            "choose.by: found 'f1', expected one of accuracy, eval_loss",
+        ),
+        (
+            "choose: {rounds: 5}\ngrid: {lora.rank: [1, 2]}",
+            "choose.rounds: found 5, expected at most the 4 of federation.rounds",
+        ),
+        ("seeds: [1, 1]", "seeds: found [1, 1], expected different whole numbers"),
+        ("seeds: [one]", "seeds: found ['one']"),
+        ("choose: 3", "choose: found 3, expected keys and values"),
+        ("choose: {rounds: 0}", "choose.rounds: found 0, expected a positive number"),
+        ("choose: {set: {eval.evry: 3}}\ngrid: {lora.rank: [1]}", "cell rank=1: "),
+        ("choose: {round: 3}", "choose.round: unknown key (did you mean 'rounds'?)"),
+        ("[1, 2]", "found list, expected keys such as grid: and seeds:"),
+        ("grid: [", "not readable as YAML"),
+    ],
+)
+def test_mistakes_in_a_grid_show_before_anything_runs(
+    tiny: Path, tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "grid.yaml").write_text(text)
+    out = tmp_path / "out"
+    assert main(["sweep", str(tiny / "recipe.yaml"), str(tmp_path / "grid.yaml"), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fedllm: {tmp_path / 'grid.yaml'}")
+    assert said in error
+    assert not out.exists()
+
+
+def test_a_grid_file_that_is_not_there(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", str(tiny / "recipe.yaml"), "nowhere.yaml"]) == 2
+    assert "nowhere.yaml: cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_choosing_by_a_metric_that_the_task_has_not(tiny: Path, tmp_path: Path) -> None:
+    grid = write(
+        tmp_path, set={"federation.rounds": 1}, grid={"algorithm.lr": [0.1, 0.2]}, choose={"rounds": 1, "by": "pearson"}
+    )
+    with pytest.raises(UserError, match=r"choose\.by: found 'pearson', expected one of accuracy, macro_f1, eval_loss"):
+        sweep(tiny / "recipe.yaml", grid, tmp_path / "out")
+
+
+def test_when_every_trial_fails_the_sweep_says_so(tiny: Path, tmp_path: Path) -> None:
+    grid = write(tmp_path, grid={"algorithm.lr": [1e38, 2e38]}, choose={"rounds": 1})
+    with pytest.raises(RunError, match="2 runs of the sweep failed"):
+        sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["algorithm.eps=1e-30", "federation.min_clients=5"])
+    assert "failed" in (tmp_path / "out" / "trials.md").read_text()
+
+
+def test_two_sweeps_at_once_share_the_cells(tiny: Path, tmp_path: Path) -> None:
+    """Each takes a cell that the other one has not. One is killed in the middle of its own, which the other ends."""
+    grid = write(tmp_path, set={"federation.rounds": 30}, grid={"algorithm.lr": [0.01, 0.02]})
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "fedllm", "sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out)]
+    first, second = (
+        subprocess.Popen([*command, "run.threads=1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    )
+
+    def at_work() -> set[str]:
+        return {path.parent.name for path in out.glob("*/metrics.jsonl")} - set(names(out))
+
+    end = time.monotonic() + 120
+    while len(at_work()) < 2:
+        assert time.monotonic() < end, "the two never had a cell each"
+        assert first.poll() is second.poll() is None
+        time.sleep(0.02)
+    first.kill()
+    first.communicate()
+    said = second.communicate(timeout=300)[0]
+    assert second.returncode == 0, said
+    assert names(out) == ["lr=0.01-s0", "lr=0.02-s0"]
+    assert (out / "report" / "report.html").is_file()
