@@ -80,6 +80,15 @@ def _long(vectors: Vectors) -> int:
     return sum(of == "d" for of in vectors.values())
 
 
+def received(algorithm: str, dim: int, processes: int) -> float:
+    """Bytes that a process receives per round, in float64, with one part per process. Of the sums of uploads and of
+    tracked uploads: its run of coordinates of every other part, then the joined runs of the other processes. Of the
+    two sums for the spread of a second moment: its run of every other part. Every process computes x itself."""
+    rule = load_algorithm(algorithm)
+    sums = 2 * (_long(rule.uploads()) + _long(rule.tracked_uploads()))
+    return 8 * dim * (sums + (2 if rule.moment else 0)) * (processes - 1) / processes
+
+
 @dataclass(frozen=True)
 class Gpu:
     """An H100 SXM by NVIDIA's data sheet (an H200 differs in memory: 141 GB, 4.8 TB/s), and the fraction of its peak
@@ -160,11 +169,8 @@ class Work:
         return self.clients * self.state
 
     def messages(self) -> float:
-        """Bytes that a process receives per round, in float64, with one part per process. Of the sums of uploads and of
-        tracked uploads: its run of coordinates of every other part, then the joined runs of the other processes. Of the
-        two sums for the spread of a second moment: its run of every other part. Every process computes x itself."""
-        sums = 2 * (_long(self.rule.uploads()) + _long(self.rule.tracked_uploads()))
-        return 8 * self.dim * (sums + (2 if self.rule.moment else 0)) * (self.gpus - 1) / self.gpus
+        """Bytes that a process receives per round."""
+        return received(self.algorithm, self.dim, self.gpus)
 
     def seconds(self, gpu: Gpu, host: Host) -> dict[str, float]:
         """Seconds of a round by part. model: forward, backward. arithmetic: the algorithm's, each row vector read and

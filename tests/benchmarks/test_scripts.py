@@ -15,7 +15,7 @@ from repository import REPO
 from benchmarks.checks import adapter
 from benchmarks.memory import stacked_clients
 from benchmarks.scaling import measure as scaling
-from benchmarks.scaling import validate_model
+from benchmarks.scaling import processes, validate_model
 from benchmarks.speed import measure as speed
 from benchmarks.startup import measure as startup
 from fedllm.cli.commands import main as fedllm
@@ -31,7 +31,7 @@ SCRIPTS = [
 
 
 def test_every_script_says_its_command() -> None:
-    assert len(SCRIPTS) == 9
+    assert len(SCRIPTS) == 10
     for script in SCRIPTS:
         text = (REPO / script.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
         assert f"python -m {script}" in text.split('"""')[1]
@@ -94,6 +94,17 @@ def test_the_adapter_of_a_run(tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert fedllm(["run", str(tiny / "recipe.yaml"), f"run.dir={run}", "federation.rounds=1"]) == 0
     assert adapter.main(run) == 0
+
+
+@pytest.mark.slow
+def test_rounds_with_one_and_two_processes(tiny: Path) -> None:
+    """Two processes receive the bytes of the model, and some for JSON; one process receives none."""
+    found = processes.measure(str(tiny / "recipe.yaml"), ["run.precision=float32"], count=2, repeats=1)
+    one, two, threads = found["sides"].values()
+    assert one["bytes"] == threads["bytes"] == [0, 0]
+    predicted = found["predicted_bytes"]["2 processes, 1 thread each"]
+    assert all(predicted <= received < predicted + 20_000 for received in two["bytes"])
+    assert processes.table(found).row_count == 3
 
 
 @pytest.mark.slow

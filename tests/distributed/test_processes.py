@@ -157,7 +157,7 @@ def test_run_recipe_of_a_users_own_script_shares_the_work(tiny: Path, tmp_path: 
     script.write_text(
         "from fedllm import run_recipe\n"
         f"result = run_recipe({str(tiny / 'recipe.yaml')!r}, {OVERRIDES!r}, {str(tmp_path / 'run')!r})\n"
-        "print('rounds', result.result['rounds'], len(result.metrics), flush=True)\n"
+        "print(f'rounds {result.result[\"rounds\"]} {len(result.metrics)}', flush=True)\n"
     )
     done = launch(str(script))
     assert done.returncode == 0, done.stderr
