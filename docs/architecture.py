@@ -223,7 +223,7 @@ def picture(rooms: Rooms) -> str:
     with mpl.rc_context(STYLE):
         draw(rooms).savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     names = {light: name for name, (light, _) in COLOURS.items()}
-    svg = re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var(--{names[found[0]]})", text.getvalue())
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var(--{names[found[0]]}, {found[0]})", text.getvalue())
     modes = ["".join(f"--{name}:{pair[dark]};" for name, pair in COLOURS.items()) for dark in (False, True)]
     style = f"<style>svg{{{modes[0]}}}@media(prefers-color-scheme:dark){{svg{{{modes[1]}}}}}</style>"
     return re.sub(r"(<svg [^>]*>)", rf"\g<1>{style}", svg, count=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,18 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Workers that pytest-xdist starts side by side have one thread each.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads())
+torch.set_num_threads(THREADS)
 
 from tiny_models import WORDS, save_tiny  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    """A run sets the number of threads of its process. The tests after it have the same number as the tests before."""
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(THREADS)
 
 
 def write_rows(path: Path, count: int, seed: int) -> Path:
@@ -48,7 +58,7 @@ partition: {{scheme: dirichlet_classes, alpha: 0.5, clients: 8, min_size: 3}}
 algorithm: {{name: fadamgc, lr: 1.0e-2}}
 federation: {{rounds: 4, clients_per_round: 5, tracked_per_round: 3}}
 local: {{epochs: 1, batch_size: 8}}
-run: {{precision: float32, checkpoint_every: 1}}
+run: {{precision: float32, threads: 1, checkpoint_every: 1}}
 """
     )
     return folder

@@ -1,6 +1,6 @@
 """Times a round with one process and with two, and counts the bytes that travel between the processes.
 
-python -m benchmarks.scaling.processes                     # recipes/sst2_fadamgc.yaml, a table; ten CPU minutes
+python -m benchmarks.scaling.processes recipes/sst2_fadamgc.yaml     # a table; ten CPU minutes
 python -m benchmarks.scaling.processes recipes/quickstart.yaml --rounds 5 --repeats 2 --out FILE run.precision=float32
 
 Three sides: one process with one thread, two processes with one thread each, and one process with two threads. They
@@ -35,13 +35,12 @@ from fedllm.federation.rounds import Plan, run_round
 from fedllm.federation.sampling import sample
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "sst2_fadamgc.yaml"
 SIDES = {"1 process, 1 thread": (1, 1), "2 processes, 1 thread each": (2, 1), "1 process, 2 threads": (1, 2)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", default=str(RECIPE))
+    parser.add_argument("recipe", help="a recipe's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--rounds", type=int, default=6, help="counted rounds per repeat (default 6)")
     parser.add_argument("--repeats", type=int, default=3, help="times that each side runs (default 3)")

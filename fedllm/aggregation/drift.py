@@ -1,4 +1,4 @@
-"""How far the clients of a round differ: in their updates, and in their second moments (FW, sec. 1 and 3)."""
+"""Measures how far the clients of a round differ: in their updates and their second moments (FW, sec. 1 and 3)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fedllm.common.tensors import State
 class Drift:
     """Running sums over some of a round's accepted clients, one client at a time, in float64.
 
-    direction [d]: the sum of d_i / |d_i|, which never leaves the process that computed it. moments [2, d] or None: the
-    sums of v_i and of v_i^2. updates [d]: the sum of d_i, None for an algorithm whose clients send d_i, of which the
-    reduction has the mean. Of several parts of a round all of these are added, and what `along` returns.
+    direction [d]: the sum of d_i / |d_i|; it stays in the process that computed it. moments [2, d] or None: the sums of
+    v_i and of v_i^2. updates [d]: the sum of d_i; None if the clients send d_i, because the reduction then has their
+    mean. For several parts of a round, updates, moments, counts and the results of `along` are added.
     """
 
     def __init__(self, alg: Algorithm, x: Tensor) -> None:
         self._moment = alg.moment
-        self._scalars = x.new_zeros(3, dtype=torch.float64)  # clients, those that moved, the sum of their |d_i|
+        self._scalars = x.new_zeros(3, dtype=torch.float64)  # clients, those with d_i != 0, sum of |d_i|
         self.updates = None if "d" in alg.uploads() else x.new_zeros(x.shape, dtype=torch.float64)
         self.direction = x.new_zeros(x.shape, dtype=torch.float64)
         self.moments = x.new_zeros((2, *x.shape), dtype=torch.float64) if alg.moment else None
@@ -43,7 +43,7 @@ class Drift:
 
     @property
     def counts(self) -> dict[str, float]:
-        """How many clients, how many of them moved, and the sum of |d_i|."""
+        """The number of clients, the number of those with d_i != 0, and the sum of |d_i|."""
         return dict(zip(("clients", "moving", "norms"), self._scalars.tolist(), strict=True))
 
     def along(self, mean_update: Tensor) -> float:
@@ -62,13 +62,13 @@ def spread_terms(moments: Tensor, clients: int) -> Tensor:
 def measures(
     counts: dict[str, float], mean_update: Tensor, along: float, spread: Tensor | None
 ) -> dict[str, float | None]:
-    """The drift of a round, as metrics.jsonl has it; None where a measure has no meaning.
+    """The drift of a round for metrics.jsonl; None for a measure that is not defined.
 
-    counts, along: of all parts of the round, added. mean_update [d]: D, the mean of the accepted updates d_i = x_i - x,
+    counts, along: sums over all parts of the round. mean_update [d]: D, the mean of the accepted updates d_i = x_i - x,
     by the weights of the aggregation. spread [2]: `spread_terms`, None for an algorithm without a second moment.
 
-    update_norm: mean over clients of |d_i|. mean_update_norm: |D|. update_cosine: mean over the clients that moved of
-    cos(d_i, D); 1 where all updates have one direction. v_spread: standard deviation of v_i over clients, relative to
+    update_norm: mean over clients of |d_i|. mean_update_norm: |D|. update_cosine: mean of cos(d_i, D) over the clients
+    with d_i != 0; 1 where all updates have one direction. v_spread: standard deviation of v_i over clients, relative to
     its mean, averaged over coordinates with that mean as weight: sum_j std_i(v_ij) / sum_j mean_i(v_ij); 0 where all
     clients have the same v.
     """

@@ -1,4 +1,4 @@
-"""The accepted uploads of a round, reduced to what the server needs of them."""
+"""Reduces the accepted uploads of a round to what the server needs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from fedllm.common.tensors import State
 class WeightedMean:
     """The weighted mean of the uploads, and the plain sum of the tracked ones, by running float64 sums.
 
-    sums {name: [length]} and counts {name: number}: those of several parts of a round's clients are added, whoever
-    computed them, before `result` is asked for. A reduction that needs every client's row gives each row a place of its
-    own in `sums`; what `result` makes of them is its own matter.
+    The sums {name: [length]} and counts {name: number} of all parts of a round are added before `result` is called. A
+    reduction that needs every client's row can give each row its own place in `sums`.
     """
 
     def __init__(self, alg: Algorithm, declared: Declared, device: torch.device) -> None:
@@ -32,7 +31,7 @@ class WeightedMean:
         self.counts = {"weight": 0.0, "rate_sum": 0.0, "clients": 0, "tracked": 0}
 
     def add(self, uploads: Uploads, rows: Rows, accepted: list[int], weights: Tensor) -> None:
-        """Adds the accepted rows of some clients' uploads; weights [len(accepted)] are for the means only."""
+        """Adds the accepted rows of some clients' uploads; weights [len(accepted)]: for the means only."""
         tracked = rows.tracked[accepted].double()
         for name, total in self.sums.items():
             factor = tracked if name in self._tracked_names else weights[:, None]
@@ -57,8 +56,8 @@ class WeightedMean:
 
 
 def aggregate(alg: Algorithm, x: Tensor, server: State, reduced: Reduced, info: RoundInfo) -> tuple[Tensor, State]:
-    """alg.aggregate, its answer checked: UserError where it is not the one that `alg` declares, RunError where a value
-    of it is not finite."""
+    """Calls alg.aggregate and checks its answer. Raises UserError if names, shapes or dtypes are not those that `alg`
+    declares, RunError if a value is not finite."""
     answer: Any = alg.aggregate(x, server, reduced, info)
     if not (isinstance(answer, tuple) and len(answer) == 2):
         raise UserError(f"{type(alg).__name__}.aggregate: found {type(answer).__name__}, expected (x, server vectors)")
@@ -73,11 +72,11 @@ def aggregate(alg: Algorithm, x: Tensor, server: State, reduced: Reduced, info: 
 
 
 def require_enough(accepted: int, least: int, rejected: Mapping[int, str], index: int) -> None:
-    """Raises RunError, with why the others were rejected, where fewer uploads than `least`, or none, were accepted."""
+    """Raises RunError, with the rejected clients, if fewer than `least` uploads were accepted, or none."""
     if accepted >= max(1, least):
         return
     reasons = "\n".join(f"  client {client}: {why}" for client, why in sorted(rejected.items()))
     raise RunError(
-        f"round {index + 1}: {accepted} accepted uploads, min_clients asks for {max(1, least)}; what was "
+        f"round {index + 1}: {accepted} accepted uploads, min_clients asks for {max(1, least)}; the state "
         f"before the round is intact. Rejected:\n{reasons}"
     )

@@ -1,4 +1,4 @@
-"""Nothing from a client counts before it is checked: names, shapes, dtypes, finite values."""
+"""Checks what comes from a client before it is used: names, shapes, dtypes, finite values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def misfit(found: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> str | None:
-    """Why `found` is not exactly these tensors, plain ones of these shapes and this dtype; None where it is."""
+    """What is wrong with `found`; None if it maps exactly these names to dense tensors of these shapes and dtype."""
     if not isinstance(found, Mapping):
         return f"found {type(found).__name__}, expected tensors {sorted(shapes)}"
     if set(found) != set(shapes):
@@ -30,10 +30,10 @@ def misfit(found: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 
 
 def faults(upload: Any, lengths: Mapping[str, int], dtype: torch.dtype, rows: int) -> dict[int, str]:
-    """Row -> why it must be rejected, for an upload {name: [C, length]} of `rows` clients; empty where all is well.
+    """The rows of an upload {name: [C, length]} of `rows` clients that must be rejected, each with the reason.
 
-    lengths: the names expected, each with its number of values. A wrong name, shape or dtype rejects every row, since
-    it cannot be told whose values are whose; a value that is not finite rejects its own row only.
+    lengths: the expected names with their numbers of values. A wrong name, shape or dtype rejects every row, because it
+    is unclear which values belong to which client. A value that is not finite rejects its row only.
     """
     if reason := misfit(upload, {name: (rows, length) for name, length in lengths.items()}, dtype):
         return dict.fromkeys(range(rows), reason)
@@ -50,7 +50,7 @@ def faults(upload: Any, lengths: Mapping[str, int], dtype: torch.dtype, rows: in
 
 
 def fault(vectors: Any, lengths: Mapping[str, int], dtype: torch.dtype) -> str | None:
-    """The same of one set of vectors {name: [length]}: what is wrong with it, or None."""
+    """What is wrong with one client's vectors {name: [length]}, or None; see `faults`."""
     if reason := misfit(vectors, {name: (length,) for name, length in lengths.items()}, dtype):
         return reason
     return faults({name: value[None] for name, value in vectors.items()}, lengths, dtype, 1).get(0)

@@ -1,4 +1,4 @@
-"""What clients send and keep at the end of a round, as rows, on its way to the server."""
+"""The vectors that clients send and keep at the end of a round, as rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedllm.common.tensors import State
 class Declared:
     """The vectors that an algorithm declares, by name, each with its number of values; all have the dtype of x.
 
-    sent: what clients send, what only tracked clients send included. kept: what clients keep between rounds.
+    sent: what clients send, including what only tracked clients send. kept: what clients keep between rounds.
     """
 
     sent: dict[str, int]
@@ -24,7 +24,7 @@ class Declared:
 
     @classmethod
     def by(cls, alg: Algorithm, x: Tensor, info: RoundInfo) -> Declared:
-        """What `alg` declares for a model x [d] or [C, d]."""
+        """The declarations of `alg` for a model x [d] or [C, d]."""
         sent = lengths({**alg.uploads(), **alg.tracked_uploads()}, x, info)
         return cls(sent, lengths(alg.client_vectors(), x, info), x.dtype)
 
@@ -33,8 +33,8 @@ class Declared:
 class Uploads:
     """The uploads of C clients.
 
-    sent {name: [C, length]}. kept {name: [C, length]}: what the clients keep if their uploads count.
-    rejected: row -> why that client's upload must not count.
+    sent {name: [C, length]}. kept {name: [C, length]}: what the clients keep if their uploads are accepted.
+    rejected: row -> the reason why that client's upload is not accepted.
     """
 
     sent: State
@@ -42,5 +42,5 @@ class Uploads:
     rejected: dict[int, str] = field(default_factory=dict)
 
     def accepted(self, rows: int) -> list[int]:
-        """The rows, of 0 to rows - 1, that count."""
+        """The accepted ones of the rows 0 to rows - 1."""
         return [row for row in range(rows) if row not in self.rejected]

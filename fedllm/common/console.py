@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: a live bar on a terminal, plain lines elsewhere."""
+"""Console output: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 console = Console(highlight=False)
 ProgressCallback = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
-_PATIENCE = 2.0  # seconds of silence before a plain line says what is being done
+_QUIET_SECONDS = 2.0  # without output, before a plain line says what is being done
 
 
 def say(text: str, style: str = "") -> None:
@@ -31,7 +31,7 @@ def stage(what: str) -> Iterator[Callable[[str, int, int], None]]:
 
     def progress(doing: str, done: int, total: int) -> None:
         nonlocal last
-        if time.monotonic() - last > _PATIENCE:
+        if time.monotonic() - last > _QUIET_SECONDS:
             last = time.monotonic()
             say(f"{doing}: {done:,} of {total:,}", "dim")
 
@@ -40,12 +40,12 @@ def stage(what: str) -> Iterator[Callable[[str, int, int], None]]:
             yield progress
     else:
         yield progress
-    if (took := time.monotonic() - began) > _PATIENCE:
+    if (took := time.monotonic() - began) > _QUIET_SECONDS:
         say(f"{what}: {took:.1f} s", "dim")
 
 
 class RoundProgress:
-    """The bar of a run's rounds, or on anything but a terminal a line at least every few seconds."""
+    """A progress bar over the rounds of a run; without a terminal, one line per round or every ten seconds."""
 
     def __init__(self, rounds: int, start: int) -> None:
         self._rounds, self._round, self._last = rounds, start, time.monotonic()
@@ -69,7 +69,7 @@ class RoundProgress:
         self._bar.stop()
 
     def step(self, done: int, total: int) -> None:
-        """Client-steps done of this round's total."""
+        """Shows how many of this round's client-steps are done."""
         if console.is_terminal:
             self._bar.update(self._task, completed=self._round + 0.99 * done / total, step=f"{done}/{total} steps")
         elif time.monotonic() - self._last > 10:
@@ -77,7 +77,7 @@ class RoundProgress:
             say(f"round {self._round + 1}/{self._rounds}: {done} of {total} client-steps", "dim")
 
     def finish(self, round: int, note: str) -> None:
-        """Shows that a round is done. note: its figures in a few words."""
+        """Shows that a round is done. note: its numbers in a few words."""
         self._round, self._last = round, time.monotonic()
         if console.is_terminal:
             self._bar.update(self._task, completed=round, note=note)

@@ -1,4 +1,4 @@
-"""The two kinds of failure a user can meet; neither shows a traceback on the command line."""
+"""Errors that a user can meet. The command line prints their message without a traceback."""
 
 
 class UserError(ValueError):
@@ -6,4 +6,4 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on (too few clients left, disk full, ...): exit code 1. What was committed stays intact."""
+    """A run that cannot go on (too few clients left, disk full, ...): exit code 1. Checkpoints stay intact."""

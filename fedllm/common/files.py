@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, with their digests, and tensors as safetensors."""
+"""Writes files completely or not at all, and computes their digests. Tensors are stored as safetensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_tensors(path: Path, tensors: State) -> str:
 
 
 def write_text(path: Path, text: str) -> str:
-    """Writes a text in UTF-8 through to the disk and returns its sha256."""
+    """Writes a UTF-8 text, waits until it is on the disk, and returns its sha256."""
     path.write_text(text, encoding="utf-8")
     sync(path)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -39,7 +39,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Writes a temporary file and renames it, so that a reader never sees half of it. Raises RunError on failure."""
+    """Writes a temporary file and renames it, so that a reader never sees a part of it. Raises RunError on failure."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.write_bytes(data)
@@ -66,7 +66,7 @@ def digest(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the list of names of a folder, is on the disk."""
+    """Waits until a file, or a folder's list of names, is on the disk."""
     with _descriptor(path) as descriptor:
         os.fsync(descriptor)
 

@@ -14,7 +14,7 @@ PACKAGE = "package:"
 
 
 def package_path(name: str) -> Path:
-    """Folder of `package:<module>[/sub/folder]`; the module's code is located, never run.
+    """The folder of `package:<module>[/sub/folder]`. The module is located without running its code.
 
     Raises UserError if the package is not installed or the folder is not in it.
     """
@@ -47,7 +47,7 @@ def local_hub(setting: str | None = None) -> Path | None:
 
 
 def find_local(kind: Kind, name: str, hub: str | None = None) -> Path | None:
-    """Folder or file that `name` leads to without a network, or None if only the Hugging Face cache or hub can have it.
+    """The folder or file of `name` on this machine, or None if only the Hugging Face cache or hub can have it.
 
     Order: `package:` names, an existing path, then `<local hub>/<kind>/<name>`.
     """
@@ -61,7 +61,7 @@ def find_local(kind: Kind, name: str, hub: str | None = None) -> Path | None:
 
 
 def not_found(kind: Kind, name: str, hub: str | None, cause: BaseException | str) -> UserError:
-    """The one error for a name found nowhere: lists every place that was looked in."""
+    """The error for a name that was not found. It lists every place that was searched."""
     root = local_hub(hub)
     noun = "model" if kind == "models" else "data set"
     local = f"{root / kind / name}" if root else "no local hub set (FEDLLM_LOCAL_HUB or run.local_hub)"
@@ -71,5 +71,5 @@ def not_found(kind: Kind, name: str, hub: str | None, cause: BaseException | str
         f"  1. a path: {Path(name).expanduser().absolute()}\n"
         f"  2. the local hub: {local}\n"
         f"  3. the Hugging Face cache, then the hub: {reason}\n"
-        f"Check the name, name a folder, or use package:<module> for one that a Python package carries."
+        f"Check the name, name a folder, or use package:<module> for one inside a Python package."
     )

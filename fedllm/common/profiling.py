@@ -1,6 +1,6 @@
-"""Where a round's time goes: `with section("forward"): ...` in the code, and a Profile that the seconds are charged to.
+"""Measures the time of a round by section: the code says `with section("forward"): ...`, a Profile adds up the seconds.
 
-Without a profile a section is a null context, which costs a fraction of a microsecond.
+Without a Profile a section does nothing and costs a fraction of a microsecond.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _OFF = nullcontext()
 
 
 def section(name: Section) -> AbstractContextManager[None]:
-    """Charges the time inside to `name`. A section inside another one counts to the outer one."""
+    """Adds the time inside to section `name`. A section inside another one counts as part of the outer one."""
     profile = _current.get()
     return _OFF if profile is None else profile.section(name)
 
 
 def end_round(round: int) -> None:
-    """Round `round` is over, and the next one begins."""
+    """Ends round `round` and begins the next one."""
     if (profile := _current.get()) is not None:
         profile.end_round(round)
 
 
 @contextmanager
 def running(profile: Profile | None) -> Iterator[None]:
-    """Sections inside are charged to `profile`, if there is one; a round begins."""
+    """Measures the sections inside with `profile`, if it is not None, and begins a round."""
     if profile is not None:
         profile.begin_round()
     token = _current.set(profile)
@@ -69,7 +69,7 @@ class Profile:
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Starts the watch again."""
+        """Sets all seconds to 0 and starts the clock."""
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
         self._began = self._now()
 
@@ -90,7 +90,7 @@ class Profile:
         """Adds the round that is over, writes the file, and begins the next round."""
         seconds = self._now() - self._began
         self._seconds["other"] = seconds - sum(self._seconds.values())
-        self.rounds.append({"round": round, **_in_short({"seconds": seconds, **self._seconds})})
+        self.rounds.append({"round": round, **_rounded({"seconds": seconds, **self._seconds})})
         self._write()
         self.begin_round()
 
@@ -99,7 +99,7 @@ class Profile:
         return {name: sum(line[name] for line in self.rounds) / len(self.rounds) for name in SECTIONS}
 
     def percent(self, without: Sequence[str] = ()) -> dict[str, float]:
-        """Percent of a round of each of SECTIONS but `without`, of which the round is then taken to have none."""
+        """Percent of a round of each of SECTIONS, as if the round had no sections `without`."""
         mean = {name: value for name, value in self.mean().items() if name not in without}
         return {name: 100 * value / sum(mean.values()) for name, value in mean.items()}
 
@@ -119,8 +119,8 @@ class Profile:
                 table.add_row(name, f"{mean[name]:.4f}", f"{percent[name]:.1f}", without)
         table.add_section()
         table.add_row("all", f"{sum(mean.values()):.4f}", "100.0", "100.0")
-        rest = [_besides(found) for found in (mean, percent, training)]
-        table.add_row("but forward, backward", f"{rest[0]:.4f}", f"{rest[1]:.1f}", f"{rest[2]:.1f}")
+        rest = [_overhead(found) for found in (mean, percent, training)]
+        table.add_row("all but forward, backward", f"{rest[0]:.4f}", f"{rest[1]:.1f}", f"{rest[2]:.1f}")
         return table
 
     def _now(self) -> float:
@@ -132,19 +132,19 @@ class Profile:
         whole = {
             "device": str(self.device),
             "processes": self.processes,
-            "mean": _in_short(self.mean()),
-            "percent": _in_short(self.percent()),
-            "percent_of_training": _in_short(self.percent(without=APART)),
+            "mean": _rounded(self.mean()),
+            "percent": _rounded(self.percent()),
+            "percent_of_training": _rounded(self.percent(without=APART)),
             "rounds": self.rounds,
         }
         replace_text(self.path, json.dumps(whole, indent=1) + "\n")
 
 
-def _besides(found: dict[str, float]) -> float:
-    """All but forward and backward."""
+def _overhead(found: dict[str, float]) -> float:
+    """The sum of all sections but forward and backward."""
     return sum(value for name, value in found.items() if name not in ("forward", "backward"))
 
 
-def _in_short(found: dict[str, float]) -> dict[str, float]:
-    """To the sixth place: microseconds."""
+def _rounded(found: dict[str, float]) -> dict[str, float]:
+    """The values rounded to six decimals: microseconds."""
     return {name: round(value, 6) for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""Every random draw is a function of (seed, purpose, keys): never of global state, rank, time or iteration order."""
+"""Random numbers as a function of (seed, purpose, keys) alone: not of global state, rank, time or iteration order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain numbers and tensors together, as bytes or as a file: safetensors with a JSON head, and a digest of both."""
+"""JSON and tensors together in one safetensors file, with a digest of both."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _KEY = "fedllm"
 
 
 def pack(head: Mapping[str, Any], tensors: State) -> bytes:
-    """One safetensors file, whose metadata hold `head` and the digest. The same input gives the same bytes."""
+    """The bytes of a safetensors file whose metadata have `head` (JSON) and the digest. Same input, same bytes."""
     ready, text = plain(tensors), json.dumps(head, sort_keys=True)
     return save(ready, metadata={_KEY: json.dumps({"head": text, "sha256": digest(text, ready)})})
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], State]:
-    """The head and the tensors. Nothing in `data` is executed; UserError unless they are what `pack` made."""
+    """The head and the tensors. Nothing in `data` is executed. Raises UserError unless `pack` made these bytes."""
     try:
         tensors = load(data)
         end = 8 + int.from_bytes(data[:8], "little")
         found = json.loads(json.loads(data[8:end])["__metadata__"][_KEY])
         head = json.loads(found["head"])
         if digest(found["head"], tensors) != found["sha256"]:
-            raise ValueError("they do not match their digest")
+            raise ValueError("the contents do not match their digest")
         if not isinstance(head, dict):
-            raise ValueError(f"their head is a {type(head).__name__}")
+            raise ValueError(f"the head is a {type(head).__name__}, not an object")
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         size = f"{len(data):,} bytes" if isinstance(data, bytes) else type(data).__name__
-        raise UserError(f"found {size}, expected a whole message or file of fedllm: {error}") from error
+        raise UserError(f"found {size}, expected a complete message or file written by fedllm: {error}") from error
     return head, tensors
 
 
@@ -54,7 +54,7 @@ def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write(path: str | Path, data: bytes) -> None:
-    """Writes a file, and the folders above it, whole or not at all. RunError where it cannot be written."""
+    """Writes a file completely or not at all, and creates its folder. Raises RunError if it cannot be written."""
     path = Path(path).expanduser()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def write(path: str | Path, data: bytes) -> None:
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], State]:
-    """What lies in a file that `write` made of `pack`'s bytes. UserError, naming it, where it is not whole."""
+    """The head and the tensors of a file with the bytes of `pack`. Raises UserError if it is missing or damaged."""
     path = Path(path).expanduser()
     try:
         return unpack(path.read_bytes())

@@ -17,7 +17,7 @@ def under(prefix: str, tensors: State) -> State:
 
 
 def plain(tensors: State) -> State:
-    """The tensors as safetensors wants them: contiguous, on the CPU, each in memory of its own."""
+    """The tensors as safetensors needs them: contiguous, on the CPU, none sharing memory with another."""
     found = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     if len({value.untyped_storage().data_ptr() for value in found.values()}) < len(found):
         found = {name: value.clone() for name, value in found.items()}
@@ -32,5 +32,5 @@ def require_vector(what: str, x: Any, dim: int) -> None:
 
 
 def shown(value: Any) -> str:
-    """A tensor's shape and dtype, or what else it is."""
+    """A tensor's shape and dtype, or the type of another value."""
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

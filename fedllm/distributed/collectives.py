@@ -68,23 +68,21 @@ class Collectives(Executor):
         return value
 
     def together(self, work: Callable[[], tuple[T, Note]], doing: Callable[[int], str]) -> tuple[T, list[Note]]:
-        failure, result = None, None
         try:
-            result, note = work()
-            answer = {"note": note}
+            done: tuple[T, Note] | Exception = work()
         except TerminatedError as error:
             raise point_to_point.who_is_lost(self._others, doing, self._timeout) or error from None
         except Exception as error:
-            text = str(error) if isinstance(error, UserError | RunError) else traceback.format_exc()
-            failure, answer = error, {"error": text, "kind": _kind(error)}
+            done = error
+        answer = _error_note(done) if isinstance(done, Exception) else {"note": done[1]}
         with section("wait"):
             answers = self._exchange(answer, doing)
-        if failure is not None:
-            raise failure
+        if isinstance(done, Exception):
+            raise done
         for rank, other in enumerate(answers):
             if "error" in other:
                 raise _failed(rank, doing(rank), other)
-        return result, [other["note"] for other in answers]  # type: ignore[return-value]
+        return done[0], [other["note"] for other in answers]
 
     def _exchange(self, value: Any, doing: Callable[[int], str]) -> list[Any]:
         """Every process's plain data, in the order of ranks."""
@@ -227,6 +225,13 @@ class Collectives(Executor):
                     elsewhere.append(client)
         store.commit(known)
         store.forget(elsewhere)
+
+
+def _error_note(error: Exception) -> dict[str, str]:
+    """An error as plain data. One that is no message for a user keeps its traceback."""
+    told = isinstance(error, UserError | RunError)
+    text = str(error) if told else "".join(traceback.format_exception(error))
+    return {"error": text, "kind": _kind(error)}
 
 
 def _kind(error: Exception) -> str:

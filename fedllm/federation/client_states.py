@@ -1,6 +1,7 @@
-"""What each client keeps between rounds, read and written only for the clients of a round: in memory, or in files.
+"""Stores the vectors that clients keep between rounds, in memory or in files.
 
-What a client keeps is first staged, then committed once its whole round has succeeded.
+Only the vectors of a round's clients are read and written. New vectors are first staged, and committed after the round
+has succeeded.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from fedllm.common.tensors import State
 
 @dataclass(frozen=True)
 class VectorFile:
-    """One client's vectors {name: [d]} in a safetensors file that nobody changes. sha256: the file's."""
+    """One client's vectors {name: [d]} in a safetensors file that never changes. sha256: of the file."""
 
     path: Path
     sha256: str
 
     def load(self) -> State:
-        """The vectors. RunError where the file is not what was written."""
+        """The vectors. Raises RunError if the file is damaged."""
         try:
             if digest(self.path) != self.sha256:
-                raise ValueError("it is not what was written")
+                raise ValueError("it does not match its digest")
             return load_file(self.path)
         except (OSError, ValueError, SafetensorError) as error:
             raise RunError(
@@ -74,7 +75,7 @@ class ClientStore:
         return found.load() if isinstance(found, VectorFile) else found
 
     def stage(self, clients: Sequence[int], rows: State) -> dict[int, ClientVectors]:
-        """Rows {name: [C, d]} of these clients put aside, to be committed."""
+        """Puts aside new rows {name: [C, d]} of these clients, for `commit`."""
         rows = {name: value.detach().cpu() for name, value in rows.items()}
         return {
             client: self._set_aside(client, {name: value[row] for name, value in rows.items()})
@@ -83,7 +84,7 @@ class ClientStore:
         }
 
     def commit(self, staged: Mapping[int, ClientVectors]) -> None:
-        """From now on the clients have these vectors."""
+        """Replaces the vectors of these clients."""
         self._elsewhere -= staged.keys()
         self._vectors |= staged
 
@@ -92,17 +93,17 @@ class ClientStore:
         self.commit(self.stage(clients, rows))
 
     def forget(self, clients: Iterable[int]) -> None:
-        """From now on only another process has the newest vectors of these clients."""
+        """Drops the vectors of these clients, because another process has newer ones."""
         for client in clients:
             self._elsewhere.add(client)
             self._vectors.pop(client, None)
 
     def known(self) -> dict[int, ClientVectors]:
-        """The clients ever written whose vectors are here, in order."""
+        """The clients whose vectors were written and are in this process, in order."""
         return dict(sorted(self._vectors.items()))
 
     def nbytes(self) -> int:
-        """Bytes of all vectors that are here."""
+        """Bytes of all vectors in this process."""
         return sum(
             found.nbytes() if isinstance(found, VectorFile) else sum(value.nbytes for value in found.values())
             for found in self._vectors.values()
@@ -124,7 +125,7 @@ class ClientFiles(ClientStore):
         self.folder = folder
 
     def commit(self, staged: Mapping[int, ClientVectors]) -> None:
-        """Vectors get files here, and so do files that lie elsewhere; the clients' previous files are removed."""
+        """Writes a file per client into this folder, links files of other folders, and removes the previous files."""
         for client, vectors in staged.items():
             previous = self._vectors.get(client)
             super().commit({client: self._in_folder(client, vectors)})
@@ -132,7 +133,7 @@ class ClientFiles(ClientStore):
                 previous.path.unlink(missing_ok=True)
 
     def forget(self, clients: Iterable[int]) -> None:
-        """The same; the clients' files here are removed."""
+        """Drops the vectors of these clients and removes their files."""
         for client in clients:
             previous = self._vectors.get(client)
             super().forget([client])

@@ -1,8 +1,8 @@
-"""Who computes the parts of a round: this process alone, or several that run the same program.
+"""Divides the parts of a round among processes: this process alone, or several that run the same program.
 
-A round's clients are dealt into parts. Every process computes the parts that are its own; at the end of a round all
-processes hold the same sums, added in the order of the parts, whoever computed them. So results depend on the parts and
-not on the number of processes. `distributed.collectives` does this over several processes.
+The clients of a round are divided into parts. Every process computes its own parts. At the end of a round all processes
+have the same sums, added in the order of the parts. So results depend on the parts and not on the number of processes.
+This class is for one process; `distributed.collectives` has the executor of several.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fedllm.federation.client_states import ClientStore, ClientVectors, VectorFi
 
 T = TypeVar("T")
 Note = Any  # plain data, as JSON has it
-CHUNK = 65_536  # coordinates that are measured at once, on whichever process: see measure_sums
+CHUNK = 65_536  # coordinates that measure_sums measures at once, for any number of processes
 
 
 class Executor:
-    """One process, which computes everything. rank: its number. size: how many processes there are.
+    """One process, which computes everything. rank: its number. size: the number of processes.
 
-    bytes_received: by this process from the others so far, as payload, without the transport's own headers.
+    bytes_received: what this process has received from the others, without headers of the transport.
     """
 
     rank = 0
@@ -33,21 +33,21 @@ class Executor:
     bytes_received = 0
 
     def own(self, parts: Sequence[T]) -> Sequence[T]:
-        """The parts that this process computes: number rank, rank + size, ..."""
+        """The parts that this process computes: numbers rank, rank + size, ..."""
         return parts[self.rank :: self.size]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, the only process that does it; plain data that all processes then know.
+        """Calls `work` on rank 0 only, and returns its result (plain data) in every process.
 
-        An error of it is raised in every process.
+        An error in `work` is raised in every process.
         """
         return work()
 
     def together(self, work: Callable[[], tuple[T, Note]], doing: Callable[[int], str]) -> tuple[T, list[Note]]:
-        """Every process does `work`: what it returned here, and the notes of all processes in the order of their ranks.
+        """Calls `work` in every process. Returns its result in this process, and the notes of all processes by rank.
 
-        doing(rank): what that process is doing, for errors. Raises what `work` raises here; where another process fails
-        or is lost, RunError or UserError with its number, what it was doing, and its message.
+        doing(rank): what that process is doing, for errors. Raises what `work` raises in this process. If another
+        process fails or is lost: RunError or UserError with its rank, what it was doing, and its message.
         """
         result, note = work()
         return result, [note]
@@ -65,33 +65,32 @@ class Executor:
     def measure_sums(
         self, mine: Sequence[Tensor], count: int, like: Tensor, measure: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """The sum over runs of CHUNK coordinates of `measure` of the summed parts there.
+        """Sums the parts, applies `measure` to CHUNK coordinates of the sum at a time, and adds up the results [m].
 
-        mine: parts [k, n], as `like`. measure: [k, at most CHUNK] -> [m]. Of several processes each sums and measures
-        some of the runs, so that no summed vector travels, only its measures.
+        mine: parts [k, n], as `like`. measure: [k, at most CHUNK] -> [m]. With several processes, each one sums and
+        measures some of the chunks, so only the results travel.
         """
         total = self.sum_parts(mine, count, like)
         return add_in_order([measure(chunk) for chunk in torch.split(total, CHUNK, dim=1)])
 
     def share_folder(self, folder: Path) -> Path:
-        """The folder for the files of clients' vectors, which exists: `folder`, or one of this process's own where it
-        does not reach that one."""
+        """The folder for the files of clients' vectors: `folder`, or one of this process if it cannot read `folder`."""
         return folder
 
     def from_first(self, tensors: State) -> State:
-        """Rank 0's values of these tensors, which all processes have by the same names, shapes and dtypes."""
+        """Rank 0's values of these tensors. All processes have the same names, shapes and dtypes."""
         return tensors
 
     def fetch(self, store: ClientStore, needed: Mapping[int, int] | None = None) -> None:
-        """Brings the vectors of clients to where they are needed.
+        """Sends the vectors of clients to the processes that need them.
 
-        needed: client -> the rank that needs them; None: rank 0 needs all.
+        needed: client -> the rank that needs its vectors; None: rank 0 needs all.
         """
 
     def publish(self, store: ClientStore, mine: Mapping[int, ClientVectors], notes: Sequence[Note]) -> None:
-        """Commits what clients keep; the stores of all processes then know who has which client's vectors.
+        """Commits the clients' new vectors. Every store then knows which process has the vectors of which client.
 
-        mine: of the clients that this process trained. notes: what `describe` gave in each process, by rank.
+        mine: the vectors of the clients that this process trained. notes: the result of `describe` in each process.
         """
         store.commit(mine)
 
@@ -105,7 +104,7 @@ def add_in_order(terms: Sequence[Tensor]) -> Tensor:
 
 
 def describe(mine: Mapping[int, ClientVectors]) -> Note:
-    """What others must know of clients' vectors: (client, file name or None, sha256 or None) each."""
+    """What other processes must know of clients' vectors: (client, file name or None, sha256 or None) for each."""
     return [
         (client, vectors.path.name, vectors.sha256) if isinstance(vectors, VectorFile) else (client, None, None)
         for client, vectors in mine.items()

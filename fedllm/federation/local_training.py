@@ -1,4 +1,4 @@
-"""How one process trains a part of a round's clients: their local steps, and what becomes of their uploads."""
+"""Trains one part of a round's clients: their local steps, then the checks and sums of their uploads."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fedllm.federation.state import FederationState
 from fedllm.problems import checks
 from fedllm.problems.base import Problem
 
-Progress = Callable[[int], None]  # called when so many clients have taken a step
+Progress = Callable[[int], None]  # called with the number of clients that have taken a step
 
 
 def client_too_large(client: int) -> str:
-    """What to do about a client that does not fit into memory alone."""
+    """The error for a client that does not fit into memory alone."""
     return (
         f"client {client}: its step alone does not fit into memory; cut its batches with run.slices=4, or set "
         f"run.gradient_checkpointing=true (the same result up to rounding), or lower local.batch_size or "
@@ -43,9 +43,9 @@ def train_part(
     stacked_clients: int | None,
     progress: Progress,
 ) -> PartialRound:
-    """Trains the clients of `steps` (client -> local steps, falling), changing nothing in `state`.
+    """Trains the clients of `steps` (client -> local steps, in falling order). `state` does not change.
 
-    stacked_clients: how many are trained together, None = all; fewer where memory gives out (see HalvingBatches).
+    stacked_clients: clients trained together, None = all; fewer if memory runs out (see HalvingBatches).
     """
     part = PartialRound.empty(setup, state.x)
 
@@ -69,7 +69,7 @@ def train_part(
 
 
 class Trained(NamedTuple):
-    """Some clients after their local steps: their local state, their uploads, and their mean losses [C], where known.
+    """Some clients after their local steps: their local state, their uploads, and their mean losses [C] or None.
     began: time.perf_counter() before the first step."""
 
     began: float
@@ -110,7 +110,7 @@ def _train(
     tracked: set[int],
     progress: Progress,
 ) -> Trained:
-    """The local steps of some clients, in order of falling step counts: those with steps left are the first rows."""
+    """The local steps of some clients, in falling order of steps: the clients with steps left are the first rows."""
     alg, problem, info = setup.algorithm, setup.problem, setup.info
     began, x = time.perf_counter(), state.x.expand(len(clients), -1)
     steps = torch.tensor(counts)
@@ -181,7 +181,7 @@ def _upload_bytes(alg: Algorithm, upload: State, tracked: bool) -> int:
 
 
 def _require_in_place(alg: Algorithm, before: State, after: State) -> None:
-    """A step that rebinds local[name] would be lost without a word, since it is given views of the rows."""
+    """`step` works on views of the rows, so a new tensor under local[name] would be lost. Raises UserError for one."""
     for name in before.keys() | after.keys():
         if after.get(name) is not before.get(name):
             raise UserError(
@@ -191,7 +191,7 @@ def _require_in_place(alg: Algorithm, before: State, after: State) -> None:
 
 
 def _require_declared(alg: Algorithm, what: str, found: Any, lengths: Mapping[str, int], x: Tensor, rows: int) -> None:
-    """Vectors of wrong names, shapes or dtype from `end` are the algorithm's mistake and no client's."""
+    """Raises UserError for wrong names, shapes or dtypes from `end`: a mistake in the algorithm, not of a client."""
     if why := misfit(found, {name: (rows, length) for name, length in lengths.items()}, x.dtype):
         declared = "client_vectors declares" if what == "what it keeps" else "uploads and tracked_uploads declare"
         raise UserError(f"{type(alg).__name__}.end: of {what}, {why}, as {declared}")

@@ -1,4 +1,4 @@
-"""What the training of one part of a round's clients gave, and how the parts become one round."""
+"""The results of training one part of a round's clients, and how the parts are joined."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fedllm.federation.setup import Setup
 class PartialRound:
     """The sums and records of some of a round's clients.
 
-    staged: what the accepted clients keep. losses: of the accepted clients, each the mean over its steps.
-    rejected: client -> why. bytes_up: of all uploads; most_up: of the largest. slowest: seconds of the slowest client,
-    see RoundReport. forced: clients trained together after memory gave out, see HalvingBatches; None where it did not.
+    staged: vectors that the accepted clients keep. losses: the mean over the steps, of each accepted client. rejected:
+    client -> reason. bytes_up: of all uploads; most_up: of the largest. slowest: seconds of the slowest client, see
+    RoundReport. forced: clients trained together after memory ran out, see HalvingBatches; None if it did not.
     """
 
     reduction: WeightedMean
@@ -42,7 +42,7 @@ class PartialRound:
         return cls(reduction, Drift(setup.algorithm, x))
 
     def note(self) -> dict[str, Any]:
-        """All of it but the vectors, as plain data for the other processes."""
+        """Everything except the vectors, as plain data for the other processes."""
         return {
             "counts": self.reduction.counts,
             "drift": self.drift.counts,
@@ -56,7 +56,7 @@ class PartialRound:
         }
 
     def add(self, note: dict[str, Any]) -> None:
-        """Adds another part's records; its vectors are added apart."""
+        """Adds another part's records, without its vectors."""
         for name, count in note["counts"].items():
             self.reduction.counts[name] += count
         self.losses += note["losses"]
@@ -67,14 +67,14 @@ class PartialRound:
 
 
 def in_order(notes: Sequence[Sequence[Any]], count: int) -> list[Any]:
-    """The `count` parts' notes in the order of the parts, from each process's notes of its own parts."""
+    """The notes of the `count` parts in the order of the parts. notes: those of each process, for its own parts."""
     return [notes[part % len(notes)][part // len(notes)] for part in range(count)]
 
 
 def join(
     setup: Setup, x: Tensor, mine: Sequence[PartialRound], notes: Sequence[Any], executor: Executor
 ) -> PartialRound:
-    """All parts of the round as one; every process gets the same, but for `staged`, which has this process's clients.
+    """Joins all parts of a round. Every process gets the same, except `staged`, which has the clients of this process.
 
     mine: this process's parts. notes: of all parts, in their order.
     """
@@ -94,7 +94,7 @@ def join(
 def drift_of(
     whole: PartialRound, mine: Sequence[PartialRound], notes: Sequence[Any], executor: Executor
 ) -> dict[str, float | None]:
-    """The drift of the joined round: of every vector but the second moments, only scalars travel."""
+    """The drift of the joined round. Between processes only scalars travel, except for the second moments."""
     counts = {name: sum(note["drift"][name] for note in notes) for name in notes[0]["drift"]}
     if (updates := whole.drift.updates) is None:
         mean_update = whole.reduction.sums["d"] / whole.reduction.counts["weight"]

@@ -1,7 +1,7 @@
-"""The round loop: deal the sampled clients into parts, train this process's parts, join all parts, aggregate, commit.
+"""One round: divide the sampled clients into parts, train this process's parts, join all parts, aggregate, commit.
 
-It knows neither the insides of a model nor the equations of an algorithm. Several processes run it side by side; what
-each of them computes, and in which order the results are added, follows from the seed and the round alone.
+This module knows no model and no equation of an algorithm. Several processes run it at the same time. Seed and round
+determine what each of them computes, and the order in which the results are added.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fedllm.problems import checks
 
 @dataclass(frozen=True)
 class Plan:
-    """How a round is computed; but for rounding, none of it changes a result.
+    """How a round is computed. It changes results by rounding at most.
 
-    stacked_clients: clients trained together, None = all of a part; fewer where memory gives out (see HalvingBatches).
-    min_clients: accepted uploads without which the run stops. progress(done, total): called after each local step,
-    counted in this process's client-steps. parts: into how many the clients are dealt, by work; their sums are added
-    in the order of the parts. executor: the processes that compute them; how many they are changes nothing.
+    stacked_clients: clients trained together, None = all of a part; fewer if memory runs out (see HalvingBatches).
+    min_clients: accepted uploads below which the run stops. progress(done, total): called after each local step, in
+    client-steps of this process. parts: the number of parts into which the clients are divided by their work; their
+    sums are added in the order of the parts. executor: the processes that compute them; their number changes nothing.
     """
 
     stacked_clients: int | None = None
@@ -44,13 +44,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What happened in a round.
+    """The numbers of a round.
 
-    train_loss: mean over the accepted clients of their steps' mean loss, or None. rejected: client -> why.
-    bytes_up, bytes_down: of the tensors sent, rejected ones included. client_bytes: both ways, by the client that sent
-    the most. compute_seconds: of the slowest client, by its number of steps, of the time of the clients trained with
-    it. drift: how far the accepted clients differ, see drift.measures. forced: clients trained together after memory
-    gave out, None where it did not.
+    train_loss: the mean over the accepted clients of the mean loss of their steps, or None. rejected: client -> reason.
+    bytes_up, bytes_down: of all tensors sent, also of rejected uploads. client_bytes: both ways, of the client that
+    sent the most. compute_seconds: of the slowest client, estimated from the time of the clients trained with it and
+    its share of their steps. drift: how far the accepted clients differ, see drift.measures. forced: the number of
+    clients trained together after memory ran out, None if it did not.
     """
 
     clients: list[int]
@@ -74,7 +74,7 @@ def start(
     executor: Executor | None = None,
     folder: Path | None = None,
 ) -> FederationState:
-    """The state before the first round, after the pass over the data where the algorithm asks for full gradients.
+    """The state before the first round. If the algorithm needs full gradients, this makes a pass over all data.
 
     x0, folder: see `blank`. stacked_clients, parts, executor: see Plan.
     """
@@ -109,10 +109,10 @@ def run_round(
     tracked: Sequence[int],
     plan: Plan | None = None,
 ) -> RoundReport:
-    """One round, changing `state` only once all of it has succeeded.
+    """Computes one round. `state` changes only at the end, if everything has succeeded.
 
-    A client whose upload is faulty is rejected: it counts nowhere and its state stays as it was. Raises RunError if
-    fewer than plan.min_clients uploads are left.
+    A client with a faulty upload is rejected: nothing of it enters the aggregate, and its state does not change. Raises
+    RunError if fewer than plan.min_clients uploads are accepted.
     """
     plan = plan or Plan()
     setup = setup.at(state.round)
@@ -153,13 +153,13 @@ def run_round(
 def _train_parts(
     setup: Setup, state: FederationState, parts: list[dict[int, int]], tracked: Sequence[int], plan: Plan
 ) -> list[PartialRound]:
-    """This process's parts, one after the other; each is client -> local steps."""
+    """Trains this process's parts one after the other. Each part maps clients to local steps."""
     done, total = 0, sum(sum(steps.values()) for steps in parts)
 
     def progress(steps: int) -> None:
         nonlocal done
         done += steps
-        plan.progress(min(done, total), total)  # more where clients were trained again, see HalvingBatches
+        plan.progress(min(done, total), total)  # done > total if clients were trained again, see HalvingBatches
 
     found: list[PartialRound] = []
     stacked = plan.stacked_clients
@@ -170,7 +170,7 @@ def _train_parts(
 
 
 def _doing(what: str, parts: Sequence[Sequence[int]], executor: Executor) -> Callable[[int], str]:
-    """What each process is doing, with its clients, for errors."""
+    """A function of the rank that says what that process is doing and for which clients; errors show it."""
 
     def describe_rank(rank: int) -> str:
         clients = sorted(client for part in parts[rank :: executor.size] for client in part)

@@ -1,4 +1,4 @@
-"""Who trains in a round, and in which part of the work."""
+"""Samples the clients of a round, and divides them into parts of nearly equal work."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def sample(seed: int, round: int, num_clients: int, sampled: int, tracked: int) 
 
 
 def deal(work: Mapping[int, float], shares: int) -> list[list[int]]:
-    """The clients in at most `shares` shares of nearly the same work, each in order of falling work, none empty.
+    """Divides the clients into at most `shares` parts of nearly equal work. No part is empty; each is in falling order.
 
-    The client with the most work left goes to the share with the least: a function of `work` and `shares` alone.
+    The client with the most work goes to the part with the least work so far. Depends on `work` and `shares` alone.
     """
     dealt: list[list[int]] = [[] for _ in range(shares)]
     loads = [0.0] * shares

@@ -1,4 +1,4 @@
-"""What every round works with."""
+"""The objects that every round uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The round loop over any Problem, in memory."""
+"""Runs rounds on any Problem, in memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LEAST = {"rounds": 0, "stacked_clients": 1}
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """x [d]; server {name: tensor}; clients {name: [N, d]}; history [T+1, d] of x, x0 first; loss [T] of the rounds
-    where the problem tells it; rejected [T]: of each round, client -> why its upload did not count."""
+    """x [d]; server {name: tensor}; clients {name: [N, d]}; history [T+1, d] of x, x0 first; loss [T], None
+    for rounds whose loss the problem does not give; rejected [T]: for each round, client -> reason."""
 
     x: Tensor
     server: State
@@ -59,10 +59,10 @@ def simulate(
     that is more, and none may have more later. clients_per_round: S, default all N, or as many as the schedule has.
     tracked_per_round: T, default S. schedule: (clients, tracked) of each round, instead of drawing them from seed.
     x0: start [d], default problem.initial(), into whose dtype it is converted. stacked_clients: clients trained
-    together, default all; it changes nothing but time. cohort: its earlier name.
-    A client whose upload is not finite is rejected: it counts nowhere, is warned of, and stands in the result.
-    Raises UserError for arguments that do not fit the federation and for mistakes in `problem` or `alg`, by the name of
-    the method; RunError if no client's upload is finite.
+    together, default all; it changes time only. cohort: its earlier name.
+    A client whose upload is not finite is rejected, with a warning; `rejected` of the result lists it.
+    Raises UserError for arguments that do not fit the federation, and for mistakes in `problem` or `alg`, naming the
+    method; RunError if no client's upload is finite.
     """
     _check_arguments(alg, problem)
     _check_numbers({"rounds": rounds, "local_steps": local_steps, "seed": seed})
@@ -107,7 +107,7 @@ def _check_numbers(numbers: Mapping[str, Any]) -> None:
 
 
 def _pairs(schedule: Iterable[Any], rounds: int, num_clients: int) -> list[tuple[list[int], list[int]]]:
-    """(clients, tracked) of each round, checks."""
+    """(clients, tracked) of each round, checked."""
     found = [_pair(t, entry) for t, entry in enumerate(islice(schedule, rounds))]
     if len(found) < rounds:
         raise UserError(f"schedule: found {len(found)} rounds, expected {rounds}")

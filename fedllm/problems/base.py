@@ -32,11 +32,11 @@ class Problem(ABC):
     def loss_and_gradient(
         self, X: Tensor, clients: Sequence[int], round: int, step: int
     ) -> tuple[Tensor | None, Tensor]:
-        """Mini-batch losses [C], or None where the problem has none to tell, and gradients [C, d]."""
+        """Mini-batch losses [C], or None if the problem does not compute them, and gradients [C, d]."""
         return None, self.gradient(X, clients, round, step)
 
     def steps(self, clients: Sequence[int], round: int) -> Tensor | None:
-        """Local steps [C] of each client (at least 1), or None: all take the federation's number."""
+        """Local steps [C] of each client (at least 1), or None: all take the federation's number of steps."""
         return None
 
     def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def start(problem: Problem, x0: Tensor | None = None) -> Tensor:
-    """A copy of x0 [d] in the dtype and on the device of problem.initial(), or of that."""
+    """A copy of x0 [d] in the dtype and on the device of problem.initial(); by default a copy of problem.initial()."""
     initial = problem.initial()
     require_vector(f"{type(problem).__name__}.initial", initial, problem.dim)
     if x0 is None:
@@ -28,7 +28,7 @@ def start(problem: Problem, x0: Tensor | None = None) -> Tensor:
 def loss_and_gradient(
     problem: Problem, X: Tensor, clients: Sequence[int], round: int, step: int
 ) -> tuple[Tensor | None, Tensor]:
-    """problem.loss_and_gradient, of which shape, dtype, graph and an unchanged X are checked."""
+    """Calls problem.loss_and_gradient. Checks shape, dtype, that there is no graph, and that X is unchanged."""
     before = _version(X)
     loss, g = problem.loss_and_gradient(X, clients, round, step)
     _require_rows(problem, "gradient", g, X)
@@ -40,7 +40,7 @@ def loss_and_gradient(
 
 
 def full_gradient(problem: Problem, x: Tensor, clients: Sequence[int]) -> Tensor:
-    """problem.full_gradient, checked likewise."""
+    """Calls problem.full_gradient and checks its result."""
     found = problem.full_gradient(x, clients)
     _require_rows(problem, "full_gradient", found, x.expand(len(clients), -1))
     return found
@@ -65,7 +65,7 @@ def steps(problem: Problem, clients: Sequence[int], round: int) -> list[int] | N
     counts: list[int | float] = torch.as_tensor(found).flatten().tolist()
     if len(counts) != len(clients) or any(count != int(count) for count in counts):
         raise UserError(
-            f"{type(problem).__name__}.steps: found {counts}, expected {len(clients)} whole numbers, one a client"
+            f"{type(problem).__name__}.steps: found {counts}, expected {len(clients)} whole numbers, one per client"
         )
     return [int(count) for count in counts]
 
@@ -80,5 +80,5 @@ def _require_rows(problem: Problem, method: str, g: Any, X: Tensor) -> None:
         return
     graph = " with its graph" if isinstance(g, Tensor) and g.requires_grad else ""
     raise UserError(
-        f"{type(problem).__name__}.{method}: found {shown(g)}{graph}, expected {shown(X)}, a row a client, detached"
+        f"{type(problem).__name__}.{method}: found {shown(g)}{graph}, expected {shown(X)}, one row per client, detached"
     )

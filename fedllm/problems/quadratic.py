@@ -41,7 +41,7 @@ class QuadraticProblem(Problem):
             raise UserError(f"H: found {shown(H)}, expected {[N, d, d]} {a.dtype}, as a {[N, d]} has it")
         for name, numbers in (("local_steps", local_steps), ("sizes", sizes)):
             if numbers is not None and len(numbers) != N:
-                raise UserError(f"{name}: found {len(numbers)} numbers, expected {N}, one a client")
+                raise UserError(f"{name}: found {len(numbers)} numbers, expected {N}, one per client")
         if x0 is not None:
             require_vector("x0", x0, d)
         self.H, self.a, self.noise, self.seed, self.blocks = H, a, noise, seed, blocks

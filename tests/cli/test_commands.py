@@ -103,7 +103,7 @@ def test_a_label_outside_the_range_is_named(capsys: pytest.CaptureFixture[str], 
 def test_dry_run_prints_the_plan_and_writes_nothing(
     capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path
 ) -> None:
-    assert main(["run", recipe, "--dry-run", f"run.dir={tmp_path / 'run'}"]) == 0
+    assert main(["run", recipe, "--dry-run", "run.threads=null", f"run.dir={tmp_path / 'run'}"]) == 0
     plan = capsys.readouterr().out
     for word in (
         "validation samples, 2 classes",
@@ -131,7 +131,7 @@ def test_accelerate_launch_uses_every_core_it_may(recipe: str, tmp_path: Path) -
         "1",
         "scripts/fedtune.py",
     ]
-    command += [recipe, "--dry-run", f"run.dir={tmp_path / 'run'}"]
+    command += [recipe, "--dry-run", "run.threads=null", f"run.dir={tmp_path / 'run'}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=environment, timeout=180)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,15 +23,13 @@ from fedllm.federation.rounds import Plan, run_round, start
 from fedllm.federation.sampling import deal, sample
 from fedllm.federation.setup import Setup
 
-OVERRIDES = ["run.threads=1", "algorithm.tracking_init=gradient"]
+OVERRIDES = ["algorithm.tracking_init=gradient"]
 
 
 @pytest.fixture(scope="module")
-def one(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def one(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run in one process, with the two shares that two processes would have."""
-    threads = torch.get_num_threads()
-    yield run_recipe(tiny / "recipe.yaml", [*OVERRIDES, "run.shares=2"], tmp_path_factory.mktemp("one") / "run").folder
-    torch.set_num_threads(threads)
+    return run_recipe(tiny / "recipe.yaml", [*OVERRIDES, "run.shares=2"], tmp_path_factory.mktemp("one") / "run").folder
 
 
 def test_two_processes_give_the_bits_of_one(tiny: Path, tmp_path: Path, one: Path) -> None:
@@ -136,9 +133,7 @@ def test_memory_that_gives_out_in_one_process_counts_for_all(tiny: Path, tmp_pat
     assert machine["stacked_clients"] == 2
     assert machine["stepped_down"] == [{"round": 2, "stacked_clients": 2}, {"round": 2, "eval_cuts": 4}]
 
-    threads = torch.get_num_threads()
     alone = run_recipe(tiny / "recipe.yaml", [*OVERRIDES, *more], tmp_path / "alone")
-    torch.set_num_threads(threads)
     assert (alone.result["machine"]["stacked_clients"], alone.result["machine"]["stepped_down"]) == (8, [])
     assert_close(folder, alone.folder)
     ours = [line["train_loss"] for line in numbers(folder)]

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from adapters import same_bits
 from launched import ENVIRONMENT, TORCHRUN, numbers
 
 from fedllm import run_recipe
 
-OVERRIDES = ["run.threads=1", "algorithm.tracking_init=gradient", "run.checkpoint_every=2"]
+OVERRIDES = ["algorithm.tracking_init=gradient", "run.checkpoint_every=2"]
 
 
 @pytest.fixture
@@ -82,7 +81,6 @@ def test_two_hosts_that_share_no_folder_give_the_bits_of_one(
         )  # fmt: skip
     said = [process.communicate(timeout=300)[0] for process in launched]
     assert [process.returncode for process in launched] == [0, 0], said
-    threads = torch.get_num_threads()
     one = run_recipe(tiny / "recipe.yaml", [*OVERRIDES, "run.shares=2"], tmp_path / "one").folder
     assert same_bits(disk / "run", one)
     assert numbers(disk / "run") == numbers(one)
@@ -90,5 +88,4 @@ def test_two_hosts_that_share_no_folder_give_the_bits_of_one(
     (disk / "run" / "result.json").unlink()
     shutil.rmtree(disk / "run" / "checkpoints" / "000004")
     run_recipe(tiny / "recipe.yaml", OVERRIDES, disk / "run")
-    torch.set_num_threads(threads)
     assert same_bits(disk / "run", one)

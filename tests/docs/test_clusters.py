@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from adapters import same_bits
 from launched import ENVIRONMENT, free_port
 from repository import REPO
@@ -16,18 +15,13 @@ from repository import REPO
 from fedllm import run_recipe
 
 FILES = REPO / "docs" / "clusters"
-OVERRIDES = ["run.threads=1", "federation.rounds=2"]
+OVERRIDES = ["federation.rounds=2"]
 
 
 @pytest.fixture(scope="module")
 def one(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run in one process, with the parts that two have."""
-    threads = torch.get_num_threads()
-    folder = run_recipe(
-        tiny / "recipe.yaml", [*OVERRIDES, "run.shares=2"], tmp_path_factory.mktemp("one") / "run"
-    ).folder
-    torch.set_num_threads(threads)
-    return folder
+    return run_recipe(tiny / "recipe.yaml", [*OVERRIDES, "run.shares=2"], tmp_path_factory.mktemp("one") / "run").folder
 
 
 @pytest.mark.slow

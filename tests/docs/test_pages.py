@@ -6,11 +6,9 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from repository import REPO
 
@@ -90,15 +88,6 @@ def test_recipe_that_extends_another(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "longer.yaml").federation.rounds == yaml.safe_load(code)["federation"]["rounds"]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The number of threads, which a command sets for its whole process, is afterwards as before."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are dry, reports are of a tiny run; launchers have tests of their own in tests/cli and tests/distributed.

@@ -238,9 +238,7 @@ def test_two_processes_share_a_gpu_and_give_the_bits_of_one(tiny: Path, tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert ("2 processes share 1 GPU" in " ".join(done.stdout.split())) == (DEVICE == "cuda")
-    threads = torch.get_num_threads()
     one = run_recipe(tiny / "recipe.yaml", [*words, "run.shares=2"], tmp_path / "one")
-    torch.set_num_threads(threads)
     assert same_bits(one.folder, tmp_path / "two")
 
 

@@ -266,7 +266,7 @@ def test_a_clients_file_that_somebody_changed_is_not_used(
 
     monkeypatch.setattr(LoraProblem, "loss_and_gradient", meddle)
     overrides = ["eval.target={accuracy: 0.4}", "run.cohort=1"]
-    with pytest.raises(RunError, match=r"vectors of a client cannot be read \(it is not what was written\)"):
+    with pytest.raises(RunError, match=r"vectors of a client cannot be read \(it does not match its digest\)"):
         run_recipe(tiny / "recipe.yaml", overrides, folder)
     monkeypatch.undo()
     run_recipe(tiny / "recipe.yaml", overrides, folder)

@@ -317,7 +317,7 @@ def in_place(self: Lines, X: Tensor, *_: object) -> Tensor:
 @pytest.mark.parametrize(
     ("method", "wrong", "message"),
     [
-        ("gradient", lambda self, X, *_: X[0], r"found \[1\] torch.float64, expected \[4, 1\] torch.float64, a row"),
+        ("gradient", lambda self, X, *_: X[0], r"found \[1\] torch.float64, expected \[4, 1\] torch.float64, one row"),
         ("gradient", lambda self, X, *_: X[:1], r"found \[1, 1\] torch.float64, expected \[4, 1\] torch.float64"),
         ("gradient", lambda self, X, *_: X.sum(), r"found \[\] torch.float64, expected \[4, 1\] torch.float64"),
         ("gradient", lambda self, X, *_: X.float(), r"found \[4, 1\] torch.float32, expected \[4, 1\] torch.float64"),
@@ -333,8 +333,16 @@ def in_place(self: Lines, X: Tensor, *_: object) -> Tensor:
         ("sizes", lambda self, clients: torch.ones(1), r"found \[1.0\], expected a tensor of 4 positive numbers"),
         ("sizes", lambda self, clients: [1] * 4, r"found \[1, 1, 1, 1\], expected a tensor of 4 positive numbers"),
         ("sizes", lambda self, clients: torch.tensor([1, 0, 1, 1]), r"found \[1, 0, 1, 1\], expected a tensor of 4"),
-        ("steps", lambda self, clients, round: torch.ones(1), r"found \[1.0\], expected 4 whole numbers, one a client"),
-        ("steps", lambda self, clients, round: [1.5] * 4, r"found \[1.5, .*\], expected 4 whole numbers, one a client"),
+        (
+            "steps",
+            lambda self, clients, round: torch.ones(1),
+            r"found \[1.0\], expected 4 whole numbers, one per client",
+        ),
+        (
+            "steps",
+            lambda self, clients, round: [1.5] * 4,
+            r"found \[1.5, .*\], expected 4 whole numbers, one per client",
+        ),
     ],
 )
 def test_a_method_that_gives_something_else_is_named(method: str, wrong: object, message: str) -> None:
@@ -354,8 +362,8 @@ H, A = quadratic().H, quadratic().a
         ((H[:3], A), {}, r"H: found \[3, 3, 3\] torch.float64, expected \[5, 3, 3\] torch.float64, as a \[5, 3\]"),
         ((H.float(), A), {}, r"H: found \[5, 3, 3\] torch.float32, expected \[5, 3, 3\] torch.float64"),
         ((H, A[0]), {}, r"a: found \[3\] torch.float64, expected \[N, d\] of floating-point numbers"),
-        ((H, A), {"sizes": [1, 2]}, "sizes: found 2 numbers, expected 5, one a client"),
-        ((H, A), {"local_steps": [1, 2]}, "local_steps: found 2 numbers, expected 5, one a client"),
+        ((H, A), {"sizes": [1, 2]}, "sizes: found 2 numbers, expected 5, one per client"),
+        ((H, A), {"local_steps": [1, 2]}, "local_steps: found 2 numbers, expected 5, one per client"),
     ],
 )
 def test_quadratics_that_do_not_fit_together(arguments: tuple, keys: dict, message: str) -> None:

@@ -21,8 +21,6 @@ from fedllm.models.lora import attach_lora, trainable_names
 from fedllm.models.settings import LoraSettings, ModelSettings
 from fedllm.tasks.heads import sequence_head
 
-torch.set_num_threads(1)
-
 ROLES = [["query", "value"], ["query", "key", "value"], ["value"], ["query", "value", "output"], ["output"]]
 
 

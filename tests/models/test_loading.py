@@ -34,8 +34,6 @@ from fedllm.models.sources import check_available
 from fedllm.models.structure import SplitQKV
 from fedllm.tasks.heads import sequence_head
 
-torch.set_num_threads(1)
-
 HEADS = {
     "bert": ("classifier",),
     "roberta": ("classifier",),

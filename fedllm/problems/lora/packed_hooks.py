@@ -1,7 +1,7 @@
-"""Hooks that let a model with a head for one text per row compute packed rows.
+"""Hooks with which a model whose head expects one text per row computes packed rows.
 
-The head is given one token per sample, so that it believes in rows of one token. The backbone gets the packed rows
-instead, and of its hidden states only the tokens that the head reads go on to the head.
+The model gets one token per sample as its input, so that the head sees N rows. The hooks replace this input by the
+packed rows before the backbone, and pass on to the head only the hidden states that it reads.
 """
 
 from __future__ import annotations
