@@ -1,9 +1,13 @@
-"""The algorithms, one file each. Names: the module's, an alias of its class, or "package.module:Class"."""
+"""The algorithms, one file each.
+
+Names: the module's or an alias of its class, in the spelling of a paper too ("FAdamGC-B"), or "package.module:Class".
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -13,7 +17,9 @@ from fedllm.algorithms.base import Algorithm
 from fedllm.common.errors import UserError
 from fedllm.common.schema import build, nearest
 
-__all__ = ["Algorithm", "algorithm_class", "algorithm_names", "load_algorithm"]
+__all__ = ["Algorithm", "algorithm_class", "algorithm_names", "canonical_name", "load_algorithm"]
+
+_CLOSE = 0.8  # least likeness of a name that is proposed: many methods begin with "fed"
 
 
 def algorithm_names() -> list[str]:
@@ -53,15 +59,34 @@ def algorithm_class(name: str) -> type[Algorithm]:
     """The class for a name, an alias or "package.module:Class". Raises UserError with the nearest known name."""
     if ":" in name:
         return _outside_class(name)
-    names = algorithm_names()
-    if name in names:
-        return _only_algorithm(importlib.import_module(f"{__name__}.{name}"))
-    classes = [_only_algorithm(importlib.import_module(f"{__name__}.{known}")) for known in names]
-    for cls in classes:
-        if name in cls.aliases:
-            return cls
-    aliases = [alias for cls in classes for alias in cls.aliases]
-    raise UserError(f"name: unknown algorithm '{name}'{nearest(name, names + aliases)}; known: {', '.join(names)}")
+    known = algorithm_names()
+    if (own := canonical_name(name)) in known:
+        return _named(own)
+    aliases = {own: _named(own).aliases for own in known}
+    listed = [f"{own} ({', '.join(others)})" if others else own for own, others in aliases.items()]
+    every = [*known, *(alias for others in aliases.values() for alias in others)]
+    advice = nearest(name.lower(), known, _CLOSE) or nearest(name.lower(), every, _CLOSE)
+    raise UserError(f"name: unknown algorithm '{name}'{advice}; known: {', '.join(listed)}")
+
+
+def canonical_name(name: str) -> str:
+    """The stable name of a name or an alias in any spelling: "FAdamGC-B" is fadamgc_b. Any other name stays as it is.
+
+    Case and all characters but letters and digits make no difference."""
+    known = algorithm_names()
+    if ":" in name or name in known:
+        return name
+    wanted = _letters(name)
+    spelled = (own for own in known if wanted in map(_letters, (own, *_named(own).aliases)))
+    return next(spelled, name)
+
+
+def _named(name: str) -> type[Algorithm]:
+    return _only_algorithm(importlib.import_module(f"{__name__}.{name}"))
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
 def load_algorithm(name: str, *, where: str = "algorithm", **keys: Any) -> Algorithm:

@@ -29,6 +29,7 @@ class FedAdam(Algorithm):
 
     paper: ClassVar = "Adaptive Federated Optimization (Reddi et al., 2021), Alg. 2"
 
+    lr: float = setting(0.1, "local learning rate", symbol="eta")
     betas: tuple[float, float] = setting((0.9, 0.99), "decay of the server's two moments", symbol="b1, b2")
     tau: float = setting(1e-3, "degree of adaptivity, added to the root", symbol="tau")
     bias_correction: bool = setting(False, "correct the two moments for their start at 0")

@@ -32,6 +32,7 @@ class FedAMS(Algorithm):
 
     paper: ClassVar = "Communication-Efficient Adaptive Federated Learning (Wang et al., 2022), Alg. 1"
 
+    lr: float = setting(0.1, "local learning rate", symbol="eta")
     betas: tuple[float, float] = setting((0.9, 0.99), "decay of the server's two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root; under option 1 the least value below it", symbol="eps")
     floor: float = setting(1e-3, "least value of vhat", symbol="floor")

@@ -28,6 +28,7 @@ class FedAvgM(Algorithm):
     paper: ClassVar = "Momentum Benefits Non-IID Federated Learning Simply and Provably (Cheng et al., 2024)"
     derivable: ClassVar = ("G",)
 
+    lr: float = setting(0.1, "local learning rate", symbol="eta")
     beta: float = setting(0.1, "weight of the new gradient beside the global direction G", symbol="beta")
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ class FedCM(Algorithm):
     paper: ClassVar = "FedCM: Federated Learning with Client-level Momentum (Xu et al., 2021)"
     derivable: ClassVar = ("Delta",)
 
+    lr: float = setting(0.1, "local learning rate", symbol="eta")
     alpha: float = setting(0.1, "weight of the new gradient beside the global direction Delta", symbol="a")
 
     def __post_init__(self) -> None:

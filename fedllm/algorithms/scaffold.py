@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, Vectors, descend, track
+from fedllm.common.schema import setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,8 @@ class Scaffold(Algorithm):
     paper: ClassVar = (
         "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al., 2020), option II"
     )
+
+    lr: float = setting(0.1, "local learning rate", symbol="eta")
 
     def server_vectors(self) -> Vectors:
         return {"c": "d"}

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fedllm.algorithms import algorithm_class, algorithm_names
+from fedllm.algorithms import Algorithm, algorithm_class, algorithm_names
 from fedllm.cli.algorithm_entries import Entry, HyperParameter, Scale, entry, hyper_parameters
 from fedllm.reporting.text_tables import markdown_table
 
@@ -94,7 +94,8 @@ _INTRO = """\
 # Algorithms
 
 Use one by its name or an alias, in a recipe (`algorithm: {name: fadamgc, lr: 1.0e-4}`) or in Python
-(`load_algorithm("fadamgc", lr=1e-4)`); for your own, see [your own algorithm](../guides/your_own_algorithm.md).
+(`load_algorithm("fadamgc", lr=1e-4)`). A paper's spelling is the same name: `FAdamGC-B` is `fadamgc_b`, `Local Adam` is
+`localadam`. For your own, see [your own algorithm](../guides/your_own_algorithm.md).
 
 ## Notation
 
@@ -103,7 +104,8 @@ default S). K is the number of local steps, k = 1..K, and t = 0, 1, ... the roun
 parameters as one vector of d numbers. x_i is client i's copy, d_i = x_i - x its update after the local steps, D the
 mean of d_i over the sampled clients. g is the stochastic gradient at x_i, eta the local learning rate of the step,
 eta_g the server's learning rate, lambda the weight decay, (b1, b2) are `betas`. Products, squares, roots and maxima
-are elementwise, and 0/0 is a step of 0. `K eta` is the sum of the learning rates in use, so the formulas stay exact
+are elementwise, and 0/0 is a step of 0. *choice*: the default of eta is 0.1 where the local steps are SGD's, and 1e-3
+where they are Adam's. `K eta` is the sum of the learning rates in use, so the formulas stay exact
 under every schedule; in a server formula it is the mean of the clients' sums. *choice* marks where a paper says nothing
 or contradicts itself.
 """
@@ -123,7 +125,7 @@ def markdown() -> str:
     entries = [entry(name) for name in algorithm_names()]
     rows = [[f"[{e.name}](#{e.name})", ", ".join(e.aliases) or "-", *e.footprint.cells()] for e in entries]
     overview = _table(["name", "aliases", "client keeps", "server keeps", "down", "up"], rows)
-    common = _settings_table(hyper_parameters(algorithm_class("fedavg"), own=False))
+    common = _settings_table(hyper_parameters(Algorithm, own=True))
     sections = [
         _INTRO,
         "## Memory and traffic\n",

@@ -24,12 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code, see `fedllm --help`."""
     parser = _parser()
     with one_speaks():
+        if not (sys.argv[1:] if argv is None else argv):
+            parser.print_help(sys.stderr)
+            return 2
         arguments, rest = parser.parse_known_args(argv)
         # argparse takes positionals in one run only: overrides after an option arrive here.
         if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        arguments.overrides += rest
+        arguments.overrides = [*arguments.overrides, *rest]
     handler: Handler = arguments.handler
     try:
         return handler(arguments)

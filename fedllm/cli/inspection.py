@@ -49,9 +49,11 @@ def _partition(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)  # before torch is loaded
     from fedllm.common.console import say, stage
+    from fedllm.config.own_files import require_own_files
     from fedllm.data.loading import load_dataset
     from fedllm.data.partition_file import get_partition, partition_name, write_partition
 
+    require_own_files(recipe)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
         dataset = load_dataset(recipe.data, recipe.run.local_hub, progress)
     for note in dataset.notes:

@@ -45,12 +45,17 @@ def add_command(
 def add_recipe(parser: CommandParser) -> None:
     """Adds the arguments RECIPE and section.key=value."""
     parser.add_argument("recipe", help="a recipe's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example algorithm.lr=3e-4")
+    add_overrides(parser, "for example algorithm.lr=3e-4; null returns a key to its default")
+
+
+def add_overrides(parser: CommandParser, help: str) -> None:
+    """Adds the arguments section.key=value. None is required."""
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=help)
 
 
 def recipe_keys() -> str:
     """The keys of a recipe, from the dataclasses."""
-    from fedllm.config.recipe import help_text
+    from fedllm.config.key_help import help_text
 
     return f"Keys of a recipe (YAML, or section.key=value on the command line):\n\n{help_text()}"
 

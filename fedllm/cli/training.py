@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedllm.cli.options import add_command, add_recipe, grid_keys, one_speaks, recipe_keys
+from fedllm.cli.options import add_command, add_overrides, add_recipe, grid_keys, one_speaks, recipe_keys
 from fedllm.common.errors import RunError
 
 if TYPE_CHECKING:
@@ -32,15 +32,15 @@ def add_commands(commands: Commands) -> None:
     sweep = add_command(commands, "sweep", _sweep, what, grid_keys, resumes=True)
     sweep.add_argument("recipe", help="a recipe's YAML file")
     sweep.add_argument("grid", help="a grid's YAML file")
-    sweep.add_argument("overrides", nargs="*", metavar="section.key=value", help="on top of every cell")
+    add_overrides(sweep, "on top of every cell")
     sweep.add_argument("--out", type=Path, help="folder of the runs; default runs/<recipe>-<grid>")
     sweep.add_argument("--only", action="append", default=[], metavar="CASE", help="this case only; may be repeated")
-    sweep.add_argument("--dry-run", action="store_true", help="check every cell and list them")
+    sweep.add_argument("--dry-run", action="store_true", help="check every cell, and list what each resolves to")
 
     what = "run a paper's table: a recipe per task, to one table of scores"
     suite = add_command(commands, "suite", _suite, what, resumes=True)
     suite.add_argument("name", choices=["glue", "20news"], help="the tasks")
-    suite.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every run")
+    add_overrides(suite, "for every run")
     suite.add_argument("--model", help="the recipes <task>_MODEL.yaml; default: the paper's model, or else minilm")
     suite.add_argument("--algorithm", help="default: the recipes' own")
     suite.add_argument("--recipes", type=Path, default=Path("recipes"), help="folder of the recipes (default recipes)")
@@ -72,10 +72,12 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from fedllm.sweeps.sweep_plan import list_cells, plan_sweep
+    from fedllm.sweeps.sweep_plan import plan_sweep
 
     plan = plan_sweep(arguments.recipe, arguments.grid, arguments.out, arguments.overrides, arguments.only)
     if arguments.dry_run:
+        from fedllm.sweeps.cell_list import list_cells
+
         with one_speaks():
             list_cells(plan)
         return 0

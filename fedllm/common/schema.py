@@ -48,9 +48,9 @@ def key_aliases(cls: type) -> dict[str, str]:
     return {alias: names[field.name] for field in fields for alias in field.metadata.get("aliases", ())}
 
 
-def nearest(key: str, known: list[str]) -> str:
-    """' (did you mean X?)' for a misspelt key, or nothing."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+def nearest(key: str, known: list[str], likeness: float = 0.6) -> str:
+    """' (did you mean X?)' for a misspelt key, or nothing where none is at least that much alike, from 0 to 1."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=likeness)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
@@ -142,6 +142,21 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         return _adapter(hint).validate_python(value)
     except ValidationError:
         raise UserError(f"{where}: found {value!r}, expected {describe(hint)}") from None
+
+
+def without_nulls(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a section of `cls` less each null of a key that takes none: there it stands for the default."""
+    hints, known, aliases = get_type_hints(cls), keys(cls), key_aliases(cls)
+
+    def resets(key: str, value: Any) -> bool:
+        name = known.get(aliases.get(key, key))
+        return value is None and name is not None and not _takes_null(hints[name])
+
+    return {key: value for key, value in values.items() if not resets(key, value)}
+
+
+def _takes_null(hint: Any) -> bool:
+    return hint in (None, Any) or type(None) in get_args(hint)
 
 
 def require_positive_settings(section: Any, *names: str) -> None:

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import yaml
 
-from fedllm.algorithms import Algorithm, algorithm_class, load_algorithm
+from fedllm.algorithms import Algorithm, canonical_name, load_algorithm
 from fedllm.common.errors import UserError
-from fedllm.common.schema import build, describe, key_aliases, keys, nearest, require_positive_settings, setting
-from fedllm.config.yaml_layers import read_layers
+from fedllm.common.schema import (
+    build,
+    key_aliases,
+    keys,
+    nearest,
+    require_positive_settings,
+    setting,
+    without_nulls,
+)
+from fedllm.config.algorithm_choice import Choice
+from fedllm.config.yaml_layers import KeyRules, read_layers
 from fedllm.data.settings import DataSettings, PartitionSettings
 from fedllm.models.settings import LoraSettings, ModelSettings
+from fedllm.tasks.base import LOSS
 
 MOST_THREADS = 1024
+SAMPLED = 10  # clients_per_round where it is not given
 
 
 @dataclass(frozen=True)
@@ -25,13 +36,15 @@ class FederationSettings:
     """The rounds."""
 
     rounds: int = setting(100, "number of rounds T")
-    clients_per_round: int = setting(10, "clients sampled each round S")
+    clients_per_round: int | None = setting(
+        None, f"clients sampled each round S; null = {SAMPLED}, or all N where there are fewer"
+    )
     tracked_per_round: int | None = setting(None, "sampled clients that send their tracking vector; null = all S")
     min_clients: int = setting(1, "accepted uploads below which the run stops")
 
     def __post_init__(self) -> None:
         require_positive_settings(self, "rounds", "clients_per_round", "min_clients")
-        if self.min_clients > self.clients_per_round:
+        if self.clients_per_round is not None and self.min_clients > self.clients_per_round:
             raise UserError(
                 f"min_clients: found {self.min_clients}, expected at most clients_per_round={self.clients_per_round}"
             )
@@ -56,7 +69,9 @@ class EvalSettings:
     """Evaluation on the whole validation split."""
 
     every: int = setting(1, "rounds between evaluations; the last round is always evaluated")
-    target: dict[str, float] | None = setting(None, "metric: value to reach, for rounds-to-target")
+    target: dict[str, float] | None = setting(
+        None, "metric: value to reach, for rounds-to-target; a loss is reached from above"
+    )
     stop_at_target: bool = setting(False, "end the run when the target is reached")
 
     def __post_init__(self) -> None:
@@ -64,7 +79,7 @@ class EvalSettings:
         if self.stop_at_target and not self.target:
             raise UserError("stop_at_target: found true without a target, expected one such as {accuracy: 0.8}")
         for name, value in (self.target or {}).items():
-            if value > 1:
+            if value > 1 and name != LOSS:
                 raise UserError(f"target: found {name}: {value:g}, expected at most 1, where every metric ends")
 
 
@@ -118,7 +133,11 @@ class CostsSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A resolved recipe. `algorithm` is the section as given, defaults filled in; `load` makes the object."""
+    """A resolved recipe.
+
+    algorithm: the section as given, defaults filled in; `load_algorithm` makes the object. notes: what the user should
+    know of how the layers were merged. folder: where the file of the recipe is; None for one that was made.
+    """
 
     name: str
     algorithm: dict[str, Any]
@@ -131,6 +150,17 @@ class Recipe:
     eval: EvalSettings
     run: RunSettings
     costs: CostsSettings
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    folder: Path | None = field(default=None, compare=False)
+
+    def for_clients(self, count: int) -> Recipe:
+        """The recipe with the clients per round that it has with `count` clients, where it does not give them."""
+        if self.federation.clients_per_round is not None:
+            return self
+        try:
+            return replace(self, federation=replace(self.federation, clients_per_round=min(SAMPLED, count)))
+        except UserError as error:
+            raise UserError(f"federation.{error}, of {count} clients") from error
 
     def load_algorithm(self) -> Algorithm:
         """The algorithm object of the `algorithm:` section."""
@@ -159,6 +189,8 @@ SECTION_TYPES: dict[str, type] = {
 }
 # Other names that recipes, grids and overrides may give for a key. What fedllm writes has the key.
 ALIASES = {(section, alias): key for section, cls in SECTION_TYPES.items() for alias, key in key_aliases(cls).items()}
+# Keys of which a recipe gives one: in a higher layer it takes the place of the other.
+RIVALS = {("local", "epochs"): "steps", ("local", "steps"): "epochs"}
 # Settings that change results by rounding at most. Runs that differ in them may be resumed and compared.
 FREE_KEYS = frozenset(
     ("run", key)
@@ -172,14 +204,17 @@ _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "l
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a YAML file, with overrides "section.key=value" or "section={...}" on top.
 
-    A file may say `extends: other.yaml` (beside it) and give only what differs. It may list `algorithms:`, the settings
-    that each algorithm has in it; then `algorithm: fedavg` is enough to choose one, and is added to the recipe's name.
+    A file may say `extends: other.yaml` (beside it) and give only what differs. Layers are merged section by section
+    and key by key; null returns a key to its default. A recipe may list `algorithms:`, the settings that each algorithm
+    has in it. `algorithm: fedavg` is short for `algorithm: {name: fedavg}`. A setting of the algorithm is the one given
+    with its name, or else the one listed, or else the one that lower layers gave for another algorithm.
     Raises UserError naming file, key, what was found and what was expected, before any model is loaded.
     """
     path = Path(path)
-    values = read_layers(path, overrides, ALIASES)
     try:
-        return make_recipe(values, path.stem, str(path))
+        layers = read_layers(path, overrides, KeyRules(ALIASES, RIVALS))
+        values = layers.sections(KeyRules(ALIASES, RIVALS))
+        return replace(_resolved(values, layers.choice(), path.stem, str(path)), folder=path.parent)
     except UserError as error:
         for override in overrides:
             key = override.partition("=")[0].strip()
@@ -190,17 +225,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def make_recipe(values: Mapping[str, Any], name: str, where: str) -> Recipe:
     """A recipe from plain data, such as Recipe.sections gives. where: how errors name its place."""
-    for section in values:
-        if section not in (*_SECTIONS, "algorithms"):
-            inside = [f"{name}.{section}" for name, cls in SECTION_TYPES.items() if section in keys(cls)]
-            known = f" (did you mean '{inside[0]}'?)" if inside else nearest(str(section), [*_SECTIONS, "algorithms"])
-            raise UserError(f"{where}: unknown section '{section}'{known}; known sections: {', '.join(_SECTIONS)}")
-        if not isinstance(values[section], Mapping):
-            raise UserError(f"{where}: {section}: found {values[section]!r}, expected keys and values")
+    others = {section: keys for section, keys in values.items() if section != "algorithm"}
+    return _resolved(others, Choice.of(values.get("algorithm", {}), where), name, where)
+
+
+def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) -> Recipe:
+    """A recipe from its sections but `algorithm`, and the choice of the algorithm."""
+    _check_sections(values, where)
     table = values.get("algorithms", {})
-    algorithm = _algorithm(values.get("algorithm", {}), table, where)
+    algorithm, notes = choice.resolve(table, where)
     sections: dict[str, Any] = {
-        section: build(cls, values.get(section, {}), f"{where}: {section}.") for section, cls in SECTION_TYPES.items()
+        section: build(cls, without_nulls(cls, values.get(section, {})), f"{where}: {section}.")
+        for section, cls in SECTION_TYPES.items()
     }
     if sections["data"].name is None and sections["data"].train is None:
         raise UserError(
@@ -209,29 +245,33 @@ def make_recipe(values: Mapping[str, Any], name: str, where: str) -> Recipe:
     chosen = "_" + algorithm["name"].rpartition(":")[2]
     if table and not name.endswith(chosen):
         name += chosen
-    return Recipe(name=name, algorithm=algorithm, **sections)
+    recipe = Recipe(name=name, algorithm=_plain(algorithm), notes=notes, **sections)
+    if (count := recipe.partition.known_clients) is None:
+        return recipe
+    try:
+        return recipe.for_clients(count)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _check_sections(values: Mapping[str, Any], where: str) -> None:
+    """Raises UserError for a section that recipes do not have, and for one without keys and values."""
+    for section in values:
+        if section not in (*_SECTIONS, "algorithms"):
+            inside = [f"{name}.{section}" for name, cls in SECTION_TYPES.items() if section in keys(cls)]
+            known = f" (did you mean '{inside[0]}'?)" if inside else nearest(str(section), [*_SECTIONS, "algorithms"])
+            raise UserError(f"{where}: unknown section '{section}'{known}; known sections: {', '.join(_SECTIONS)}")
+        if not isinstance(values[section], Mapping):
+            raise UserError(f"{where}: {section}: found {values[section]!r}, expected keys and values")
 
 
 def own_keys(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a section, such as an earlier version wrote them, under the keys that the aliases stand for."""
-    return {ALIASES.get((section, key), key): value for key, value in values.items()}
-
-
-def _algorithm(values: Mapping[str, Any], table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The `algorithm:` section over the settings that the table `algorithms:` has for it, over its own defaults."""
-    if "name" not in values:
-        raise UserError(f"{where}: algorithm.name: missing; expected an algorithm, for example fadamgc")
-    for name, settings in table.items():
-        if not isinstance(settings, Mapping) or "name" in settings:
-            raise UserError(f"{where}: algorithms.{name}: found {settings!r}, expected settings such as {{lr: 0.1}}")
-        load_algorithm(str(name), where=f"{where}: algorithms.{name}", **settings)
-    name = str(values["name"])
-    given = {key: value for key, value in values.items() if key != "name"}
-    cls = type(load_algorithm(name, where=f"{where}: algorithm"))
-    listed = (settings for entry, settings in table.items() if algorithm_class(str(entry)) is cls)
-    algorithm = load_algorithm(name, where=f"{where}: algorithm", **{**next(listed, {}), **given})
-    filled = {key: getattr(algorithm, field) for key, field in keys(cls).items()}
-    return {"name": name, **_plain(filled)}
+    """The values of a section, such as an earlier version wrote them, under the keys that the aliases stand for, and
+    with the stable name of the algorithm."""
+    own = {ALIASES.get((section, key), key): value for key, value in values.items()}
+    if section == "algorithm" and isinstance(name := own.get("name"), str):
+        own["name"] = canonical_name(name)
+    return own
 
 
 def _plain(value: Any) -> Any:
@@ -241,20 +281,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def help_text() -> str:
-    """Every key of a recipe, its type, default and meaning, from the dataclasses."""
-    lines = []
-    for section, cls in SECTION_TYPES.items():
-        lines.append(f"{section}: {(cls.__doc__ or '').splitlines()[0]}")
-        defaults = cls()
-        for field in dataclasses.fields(cls):
-            kind = describe(get_type_hints(cls)[field.name])
-            default = "null" if (value := getattr(defaults, field.name)) is None else value
-            also = "".join(f"; also {section}.{alias}" for alias in field.metadata["aliases"])
-            lines.append(f"  {section}.{field.name:<18} {field.metadata['help']}  [{kind}; default {default}{also}]")
-        lines.append("")
-    lines.append("algorithm: name, lr, server_lr, ...: see `fedllm algorithms` and `fedllm algorithms NAME`")
-    lines.append("algorithms: the settings of each algorithm in this recipe; algorithm=NAME chooses one")
-    return "\n".join(lines)

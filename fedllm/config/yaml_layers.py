@@ -2,35 +2,87 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fedllm.algorithms import canonical_name
 from fedllm.common.errors import UserError
+from fedllm.config.algorithm_choice import Choice
+from fedllm.config.recipe_files import missing_recipe
 
 Sections = dict[str, Any]
-Aliases = Mapping[tuple[str, str], str]  # (section, alias) -> key
-NO_ALIASES: Aliases = {}
+PRIVATE = "x-"  # top-level keys that begin so hold YAML anchors, and are ignored
+
+
+@dataclass(frozen=True)
+class KeyRules:
+    """What a key of a higher layer replaces besides the same key.
+
+    aliases: other names of keys, (section, alias) -> key. rivals: keys of which a section has only one.
+    """
+
+    aliases: Mapping[tuple[str, str], str]
+    rivals: Mapping[tuple[str, str], str]
+
+    def own(self, section: str, key: str) -> str:
+        """The key that a name in a section stands for."""
+        return canonical_name(key) if section == "algorithms" else self.aliases.get((section, key), key)
+
+
+NO_RULES = KeyRules({}, {})
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What a recipe's files say, lowest first, and the overrides, which count together as one layer above them.
+
+    where: how errors name the recipe.
+    """
+
+    files: list[Sections]
+    overrides: list[Sections]
+    where: str
+
+    def sections(self, rules: KeyRules = NO_RULES) -> Sections:
+        """All layers, merged section by section and key by key. `algorithm` is in `choice`."""
+        alike = KeyRules(rules.aliases, {})
+        top: Sections = reduce(lambda below, above: _merge(below, above, alike), self.overrides, {})
+        merged: Sections = reduce(lambda below, above: _merge(below, above, rules), [*self.files, top], {})
+        return {section: keys for section, keys in merged.items() if section != "algorithm"}
+
+    def choice(self) -> Choice:
+        """The algorithm that the layers choose, and its settings."""
+        return self._folded(self.files).under(self._folded(self.overrides))
+
+    def _folded(self, layers: Iterable[Sections]) -> Choice:
+        given = (Choice.of(layer["algorithm"], self.where) for layer in layers if "algorithm" in layer)
+        return reduce(Choice.under, given, Choice())
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice. YAML's own reader silently takes the last one."""
+    """Refuses a key that is there twice, of which YAML's own reader silently takes the last, and one without value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key, _ in node.value:
+        for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                line = key.start_mark.line + 1
                 if key.value in seen:
-                    raise ValueError(f"the key '{key.value}' is there twice (line {key.start_mark.line + 1})")
+                    raise ValueError(f"the key '{key.value}' is there twice (line {line})")
+                if isinstance(value, yaml.ScalarNode) and not value.value and value.style is None:
+                    raise ValueError(f"the key '{key.value}' has no value (line {line}); give one, or leave it out")
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 def parse_yaml(text: str) -> Any:
-    """Plain data from YAML. Raises ValueError for what is not YAML, has a key twice, or nests too deeply."""
+    """Plain data from YAML. Raises ValueError for what is not YAML, has a key twice or without value, or nests too
+    deeply."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -39,83 +91,111 @@ def parse_yaml(text: str) -> Any:
         raise ValueError("it nests too deeply") from error
 
 
-def read_layers(path: Path, overrides: Sequence[str] = (), aliases: Aliases = NO_ALIASES) -> Sections:
-    """The sections of a recipe's file over those of the file it `extends`, with overrides on top; nothing is checked.
+def read_layers(path: Path, overrides: Sequence[str] = (), rules: KeyRules = NO_RULES) -> Layers:
+    """The layers of a recipe's file, of the files it `extends`, and of the overrides; their content is not checked.
 
-    Sections are merged key by key. A name in place of a section's keys (`algorithm: fedavg`) replaces the section.
-    aliases: other names of keys, (section, alias) -> key; a key that is given under one name replaces what a lower
-    layer gives under another. Raises UserError naming the file or the override that cannot be read, and where two
-    overrides give one key two values under two names.
+    Raises UserError naming the file or the override that cannot be read, and where two overrides give one key two
+    values under two names.
     """
-    values = _read(path, (), aliases)
+    layers = [_layer(*_parsed(override)) for override in overrides]
+    _require_one_name(overrides, layers, rules)
+    return Layers(_read(path, ()), layers, str(path))
+
+
+def _layer(section: str, name: str | None, value: Any) -> Sections:
+    return {section: value if name is None else {name: value}}
+
+
+def _require_one_name(overrides: Sequence[str], layers: Sequence[Sections], rules: KeyRules) -> None:
+    """Raises UserError where two overrides give one key two values under two names."""
     named: dict[tuple[str, str], tuple[str, Any]] = {}
-    for override in overrides:
-        section, name, value = _parsed(override)
-        if name is None:
-            values[section] = value
-            continue
-        own = (section, aliases.get((section, name), name))
-        before, found = named.setdefault(own, (name, value))
-        if before != name and found != value:
-            raise UserError(
-                f"override '{override}': {section}.{before} is {found!r} in another override, and they are one "
-                f"setting; give {section}.{own[1]} alone"
-            )
-        current = _spelled_out(section, values.get(section))
-        values[section] = _over(section, current if isinstance(current, Mapping) else {}, {name: value}, aliases)
-    return {section: _spelled_out(section, keys) for section, keys in values.items()}
+    for override, layer in zip(overrides, layers, strict=True):
+        for section, keys in layer.items():
+            for name, value in keys.items() if isinstance(keys, Mapping) else ():
+                own = rules.own(section, str(name))
+                before, found = named.setdefault((section, own), (name, value))
+                if before != name and found != value:
+                    raise UserError(
+                        f"override '{override}': {section}.{before} is {found!r} in another override, and they are "
+                        f"one setting; give {section}.{own} alone"
+                    )
 
 
-def _spelled_out(section: str, keys: Any) -> Any:
-    """`algorithm: fedavg` is short for `algorithm: {name: fedavg}`."""
-    return {"name": keys} if section == "algorithm" and isinstance(keys, str) else keys
-
-
-def _read(path: Path, seen: tuple[Path, ...], aliases: Aliases) -> Sections:
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.yaml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise UserError(f"{path}: no such recipe file{hint}")
+def _read(path: Path, seen: tuple[Path, ...]) -> list[Sections]:
+    """The sections of a file, after those of the files that it extends."""
+    if not path.exists() or path.is_dir():
+        raise missing_recipe(path)
     if path.resolve() in seen:
         raise UserError(f"{path}: extends itself through {' -> '.join(str(file) for file in seen)}")
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
+        values = parse_yaml(path.read_text(encoding="utf-8") if path.is_file() else _piped(path))
     except ValueError as error:
         raise UserError(f"{path}: not readable as YAML: {error}") from error
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
         raise UserError(f"{path}: found {found}, expected sections such as model: and algorithm:")
+    values = without_private(values)
     parent = values.pop("extends", None)
     if parent is None:
-        return values
-    return _merge(_read(path.parent / str(parent), (*seen, path.resolve()), aliases), values, aliases)
+        return [values]
+    beside = path.parent if path.is_file() else Path()
+    return [*_read(beside / str(parent), (*seen, path.resolve())), values]
 
 
-def _merge(base: Sections, top: Mapping[str, Any], aliases: Aliases) -> Sections:
+@cache
+def _piped(path: Path) -> str:
+    """The text of a pipe or of the standard input, which can be read only once."""
+    return path.read_text(encoding="utf-8")
+
+
+def without_private(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The top level of a file without the keys that hold YAML anchors."""
+    return {key: value for key, value in values.items() if not str(key).startswith(PRIVATE)}
+
+
+def _merge(base: Sections, top: Mapping[str, Any], rules: KeyRules) -> Sections:
     """`top` over `base`, section by section and key by key."""
     merged = dict(base)
     for section, values in top.items():
-        below = _spelled_out(section, merged.get(section))
+        below = merged.get(section)
         both = isinstance(values, Mapping) and isinstance(below, Mapping)
-        merged[section] = _over(section, below, values, aliases) if both else values
+        merged[section] = _over(section, below, values, rules) if both else values
     return merged
 
 
-def _over(section: str, below: Mapping[str, Any], above: Mapping[str, Any], aliases: Aliases) -> Sections:
-    """The keys of a section over those of a lower layer, which loses the same keys under all their names."""
-    replaced = {aliases.get((section, key), key) for key in above}
+def _over(section: str, below: Mapping[str, Any], above: Mapping[str, Any], rules: KeyRules) -> Sections:
+    """The keys of a section over those of a lower layer, which loses the same keys under all their names, and their
+    rivals."""
+    if section == "algorithms":
+        return _entries(below, above, rules)
+    given = {rules.own(section, str(key)): value for key, value in above.items()}
+    rivals = {rules.rivals.get((section, key)) for key, value in given.items() if value is not None}
     left = {
-        key: value for key, value in below.items() if key in above or aliases.get((section, key), key) not in replaced
+        key: value
+        for key, value in below.items()
+        if key in above or rules.own(section, str(key)) not in {*given, *rivals}
     }
     return {**left, **above}
 
 
+def _entries(below: Mapping[str, Any], above: Mapping[str, Any], rules: KeyRules) -> Sections:
+    """The entries of `algorithms` over those of a lower layer: each is merged key by key, under all its names."""
+    merged = {rules.own("algorithms", str(name)): settings for name, settings in below.items()}
+    for name, settings in above.items():
+        lower = merged.get(own := rules.own("algorithms", str(name)))
+        both = isinstance(settings, Mapping) and isinstance(lower, Mapping)
+        merged[own] = {**lower, **settings} if both else settings
+    return merged
+
+
 def _parsed(override: str) -> tuple[str, str | None, Any]:
-    """Section, key and value of an override; the key is None where it gives a whole section."""
+    """Section, key and value of an override; the key is None where it gives several keys of a section."""
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and section and bool(dot) == bool(name)):
         raise UserError(f"override '{override}': expected section.key=value, for example algorithm.lr=3e-4")
+    if not text.strip():
+        raise UserError(f"override '{override}': found no value; for the default write {key.strip()}=null")
     try:
         return section, name or None, parse_yaml(text)
     except ValueError as error:

@@ -25,6 +25,9 @@ class DataSettings:
     max_validation: int | None = setting(None, "use at most so many validation samples")
 
 
+CLIENTS = 100  # partition.clients where it is not given
+
+
 @dataclass(frozen=True)
 class PartitionSettings:
     """How the training samples are shared over the clients."""
@@ -33,9 +36,20 @@ class PartitionSettings:
         "dirichlet_classes", "rule of the split"
     )
     alpha: float = setting(0.1, "concentration of the Dirichlet distribution; small = very non-IID")
-    clients: int | None = setting(100, "number of clients N")
+    clients: int | None = setting(
+        None, f"number of clients N; null = {CLIENTS}, or the column's number of values with scheme by_column"
+    )
     seed: int = setting(0, "seed of the split, apart from run.seed")
     min_size: int = setting(1, "fewest samples that a client may have")
     column: str | None = setting(None, "column of scheme by_column: one client per value")
     shards_per_client: int = setting(2, "shards per client, of scheme shards")
     file: str | None = setting(None, "a partition file; the other keys of this section are then taken from it")
+
+    def __post_init__(self) -> None:
+        if self.clients is None and self.scheme != "by_column":
+            object.__setattr__(self, "clients", CLIENTS)
+
+    @property
+    def known_clients(self) -> int | None:
+        """The number of clients; None where only a column or a partition file tells it."""
+        return None if self.file else self.clients

@@ -16,9 +16,10 @@ from fedllm.algorithms import Algorithm
 from fedllm.algorithms.base import RoundInfo
 from fedllm.blocks import RoleError
 from fedllm.blocks import partition as block_partition
-from fedllm.common.console import stage
+from fedllm.common.console import say, stage
 from fedllm.common.errors import UserError
 from fedllm.common.hub import local_hub
+from fedllm.config.own_files import require_own_files
 from fedllm.config.recipe import FREE_KEYS, Recipe
 from fedllm.data.client_batches import ClientBatches
 from fedllm.data.loading import Dataset, load_dataset
@@ -34,7 +35,7 @@ from fedllm.models.loading import Backbone, load_backbone
 from fedllm.models.lora import attach_lora
 from fedllm.problems.lora.engine_settings import EngineSettings
 from fedllm.problems.lora.problem import LoraProblem
-from fedllm.tasks.base import Task
+from fedllm.tasks.base import LOSS, Task
 from fedllm.tasks.selection import task_of
 
 T = TypeVar("T")
@@ -94,12 +95,14 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     algorithm = recipe.load_algorithm()
     hub = recipe.run.local_hub
     local_hub(hub)
+    require_own_files(recipe)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
         dataset = cache.get("dataset", (recipe.data, hub), lambda: load_dataset(recipe.data, hub, progress))
     task = task_of(recipe.data, dataset.classes)
     _check_target(recipe, task, dataset)
     parts = get_partition(recipe.partition, dataset)
     _check_parts(parts, recipe)
+    recipe = recipe.for_clients(len(parts))
     with stage(f"loading {recipe.model.name}"):
         backbone = load_backbone(recipe.model, task.head, local_hub=hub, seed=recipe.run.seed)
         model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed).to(machine.device)
@@ -125,6 +128,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
         _engine_settings(recipe, machine, backbone),
         _blocks(model, algorithm, recipe, machine),
     )
+    assert recipe.federation.clients_per_round is not None
     info = round_info(
         algorithm,
         problem,
@@ -187,10 +191,11 @@ def _blocks(model: PeftModel, algorithm: Algorithm, recipe: Recipe, machine: Mac
 
 
 def _check_target(recipe: Recipe, task: Task, dataset: Dataset) -> None:
+    known = (*task.metric_names, LOSS)
     for name in recipe.eval.target or {}:
-        if name not in task.metric_names:
+        if name not in known:
             raise UserError(
-                f"eval.target: found metric '{name}', expected one of {', '.join(task.metric_names)} for {dataset.name}"
+                f"eval.target: found metric '{name}', expected one of {', '.join(known)} for {dataset.name}"
             )
 
 
@@ -207,6 +212,12 @@ def _check_length(recipe: Recipe, backbone: Backbone) -> None:
         raise UserError(
             f"data.max_length: found {recipe.data.max_length}, but {recipe.model.name} has {limit} positions"
         )
+
+
+def say_notes(recipe: Recipe) -> None:
+    """Prints what the user should know of how the recipe came about."""
+    for note in recipe.notes:
+        say(note, "dim")
 
 
 def run_folder(recipe: Recipe) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ def check_folder(folder: Path, recipe: Recipe) -> None:
     if not (isinstance(before, dict) and all(isinstance(keys, dict) for keys in before.values())):
         raise UserError(f"{saved}: is no recipe that fedllm wrote; choose another run.dir")
     before = {section: own_keys(section, values) for section, values in before.items()}
+    recipe = _with_its_clients(recipe, folder)
     free = FREE_KEYS | {("run", key) for key in CHOSEN_KEYS}
     differing = [
         f"{section}.{key}: {old.get(key)!r} there, {values.get(key)!r} here"
@@ -46,6 +48,18 @@ def check_folder(folder: Path, recipe: Recipe) -> None:
     if differing:
         listed = "\n  ".join(sorted(differing))
         raise UserError(f"{folder} holds the run of another recipe; choose another run.dir. They differ in\n  {listed}")
+
+
+def _with_its_clients(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe for as many clients as the run in the folder has. check_data compares the clients themselves."""
+    path = folder / "partition.json"
+    if recipe.federation.clients_per_round is not None or not path.is_file():
+        return recipe
+    try:
+        count = len(json.loads(path.read_text(encoding="utf-8"))["sizes"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: not readable ({error}); choose another run.dir") from error
+    return recipe.for_clients(count)
 
 
 def check_data(job: Job, facts: RunFacts, folder: Path) -> None:

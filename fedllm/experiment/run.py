@@ -20,7 +20,7 @@ from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replace_text
 from fedllm.common.profiling import Profile, end_round, running, section
 from fedllm.config.recipe import Recipe, load_recipe
-from fedllm.experiment.build import Job, ReadCache, build_together, run_folder, with_dir
+from fedllm.experiment.build import Job, ReadCache, build_together, run_folder, say_notes, with_dir
 from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.evaluation import evaluate
 from fedllm.experiment.launch import executor_for
@@ -72,6 +72,7 @@ def dry_run(recipe: Recipe, executor: Executor | None = None) -> None:
     """Builds everything up to the first step and prints the plan."""
     executor = executor or executor_for(recipe.run)
     executor.on_first(lambda: check_folder(run_folder(recipe), recipe))
+    say_notes(recipe)
     require_installed(recipe.run.trackers)
     console.print(plan_table(build_together(recipe, None, executor)))
 
@@ -124,6 +125,7 @@ def _held(folder: Path, executor: Executor, wait: bool) -> Iterator[None]:
 
 
 def _run(recipe: Recipe, folder: Path, cache: ReadCache | None, executor: Executor, profile: bool) -> RunResult:
+    say_notes(recipe)
     require_installed(recipe.run.trackers)
     checkpoints = Checkpoints(folder / "checkpoints", warn)
     snapshot = checkpoints.latest() if executor.rank == 0 else None
@@ -154,9 +156,9 @@ def _run(recipe: Recipe, folder: Path, cache: ReadCache | None, executor: Execut
 
 
 def _describe(job: Job, folder: Path) -> None:
-    """Writes recipe.yaml (the resolved recipe) and partition.json."""
-    replace_text(folder / "recipe.yaml", job.recipe.yaml())
+    """Writes partition.json, and then recipe.yaml, the resolved recipe: check_folder reads both."""
     replace_text(folder / "partition.json", json.dumps(partition_summary(job)) + "\n")
+    replace_text(folder / "recipe.yaml", job.recipe.yaml())
 
 
 def _train(session: Session, checkpoints: Checkpoints, profile: Profile | None) -> None:

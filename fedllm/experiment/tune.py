@@ -18,7 +18,7 @@ from fedllm.common.files import replace_text
 from fedllm.config.recipe import ALIASES, CHOSEN_KEYS, Recipe, load_recipe
 from fedllm.config.yaml_edit import with_keys
 from fedllm.config.yaml_layers import parse_yaml
-from fedllm.experiment.build import Job, build_together
+from fedllm.experiment.build import Job, build_together, say_notes
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.memory_plan import Need, usable_memory
 from fedllm.federation.executor import Executor
@@ -67,6 +67,7 @@ def tune(path: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) ->
     recipe = load_recipe(path, overrides)
     _require_tunable(path, recipe, overrides, dry_run)
     executor = executor_for(recipe.run)
+    say_notes(recipe)
     job = build_together(recipe, None, executor)
     for note in job.dataset.notes:
         say(note, "dim")

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import yaml
 
+from fedllm.algorithms import canonical_name
 from fedllm.common.errors import UserError
 from fedllm.config.recipe import own_keys
 from fedllm.results.checks import older_start, require_agreement, require_totals
@@ -180,8 +181,9 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_result(path: Path) -> Result:
-    """The content of result.json; older keys about the machine are renamed to the present ones."""
+    """The content of result.json; older keys about the machine, and other names of the algorithm, are replaced."""
     result: Result = checked(_read_json(path), Result, path.name)
+    result["algorithm"] = canonical_name(result["algorithm"])
     machine = result.get("machine")
     if isinstance(machine, dict):
         result["machine"] = machine = own_keys("run", machine)

@@ -13,7 +13,7 @@ from typing import Any
 from fedllm.common.errors import UserError
 from fedllm.common.schema import build, nearest, setting
 from fedllm.config.recipe import Recipe, load_recipe
-from fedllm.config.yaml_layers import parse_yaml
+from fedllm.config.yaml_layers import parse_yaml, without_private
 from fedllm.results.format import LOSS
 from fedllm.results.names import setting_text
 
@@ -35,7 +35,7 @@ class Choose:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid file. Overrides are 'section.key: value', or 'section: {...}' for a whole section."""
+    """A grid file. Overrides are 'section.key: value', or 'section: {...}' for several keys of a section."""
 
     feeds: str = setting("", "the figure or table that the sweep feeds")
     set: Overrides = setting(dict, "overrides of every cell")
@@ -81,7 +81,7 @@ def load_grid(path: str | Path) -> Grid:
         raise UserError(f"{path}: not readable as YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: found {type(values).__name__}, expected keys such as grid: and seeds:")
-    grid = build(Grid, values, f"{path}: ")
+    grid = build(Grid, without_private(values), f"{path}: ")
     own = {f"cases.{name}.grid": case["grid"] for name, case in grid.cases.items() if case.get("grid") is not None}
     for where, axes in {"grid": grid.grid, **own}.items():
         if not isinstance(axes, Mapping) or not all(isinstance(key, str) for key in axes):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedllm.algorithms import algorithm_class
+from fedllm.algorithms import canonical_name
 from fedllm.common.console import say, warn
 from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
@@ -66,8 +66,8 @@ def plan_suite(
     loaded = [load_recipe(path, wanted) for path in paths]
     if (folder := loaded[0].run.dir) is not None:
         raise UserError(f"run.dir: found {folder}, but every run of a suite has its own folder; give --out")
-    listed = map(algorithm_class, read_layers(paths[0]).get("algorithms", {}))
-    unlisted = None if algorithm_class(loaded[0].algorithm["name"]) in listed else paths[0]
+    listed = map(canonical_name, read_layers(paths[0]).sections().get("algorithms", {}))
+    unlisted = None if loaded[0].algorithm["name"] in listed else paths[0]
     return SuitePlan(chosen, suite.tasks, loaded, unlisted)
 
 

@@ -18,6 +18,7 @@ from fedllm.federation.executor import Executor
 from fedllm.reporting.report import report
 from fedllm.reporting.text_tables import markdown_table
 from fedllm.results.reader import load_run
+from fedllm.sweeps.cell_list import amount
 from fedllm.sweeps.grid import Cell, Choose
 from fedllm.sweeps.sweep_plan import SweepPlan, plan_sweep
 from fedllm.tasks.base import lower_is_better
@@ -45,11 +46,11 @@ def sweep(
 
 def run_sweep(plan: SweepPlan, executor: Executor | None = None) -> Path:
     """Runs the cells of a plan and reports them together, see `sweep`; returns the folder of the runs."""
-    total, choose = len(plan.wanted_cells()), plan.grid.choose
+    choose = plan.grid.choose
     feeds = f", for {plan.grid.feeds}" if plan.grid.feeds else ""
     executor = executor or executor_for(plan.any_recipe().run)
-    say(f"{total} {'cells' if total > 1 else 'cell'} into {plan.out}{feeds}")
-    runner = _Runner(executor)
+    say(f"{amount(plan)}, into {plan.out}{feeds}")
+    runner = _Runner(executor, len(plan.tried_cells()))
     folders: list[Path] = []
     todo: dict[Path, Recipe] = {}
     for case, members in plan.cases.items():
@@ -82,19 +83,31 @@ def _write_tables(plan: SweepPlan, folders: Sequence[Path]) -> None:
 class _Runner:
     """Runs one recipe after the other. A failed run is recorded, and the next one begins.
 
-    Runs that another process is working on come last.
+    Runs that another process is working on come last. trials: how many trials the sweep has.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, trials: int) -> None:
         self.failed: list[str] = []
         self.executor = executor
         self._cache = ReadCache()
+        self._trials, self._tried = trials, 0
 
     def run(self, recipes: Mapping[Path, Recipe]) -> None:
-        run_each_when_free(recipes, lambda folder, wait: self._run(recipes[folder], folder, wait))
+        self._run_all(recipes, {folder: f"run {n} of {len(recipes)}" for n, folder in enumerate(recipes, 1)})
+
+    def try_out(self, recipes: Mapping[Path, Recipe]) -> None:
+        first = self._tried + 1
+        self._tried += len(recipes)
+        self._run_all(recipes, {folder: f"trial {n} of {self._trials}" for n, folder in enumerate(recipes, first)})
+
+    def _run_all(self, recipes: Mapping[Path, Recipe], titles: Mapping[Path, str]) -> None:
+        def attempt(folder: Path, wait: bool) -> None:
+            say(f"{titles[folder]}: {folder}", "bold")
+            self._run(recipes[folder], folder, wait)
+
+        run_each_when_free(recipes, attempt)
 
     def _run(self, recipe: Recipe, folder: Path, wait: bool) -> None:
-        say(str(folder), "bold")
         try:
             run(with_dir(recipe, folder), self._cache, self.executor, wait=wait)
         except StoppedError:
@@ -117,7 +130,7 @@ def _best(members: list[Cell], plan: SweepPlan, choose: Choose, runner: _Runner)
     seed = {"run.seed": plan.grid.seeds[0]} if plan.grid.seeds else {}
     trials = {cell: plan.out / "trials" / cell.name for cell in members}
     length = {"federation.rounds": choose.rounds}
-    runner.run({folder: plan.load(cell, choose.set | seed | length) for cell, folder in trials.items()})
+    runner.try_out({folder: plan.load(cell, choose.set | seed | length) for cell, folder in trials.items()})
     outcomes = {
         cell: runner.executor.on_first(lambda folder=folder: _outcome(folder, choose.by))  # type: ignore[misc]
         for cell, folder in trials.items()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedllm.common.console import say
 from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
 from fedllm.config.recipe import Recipe
@@ -40,9 +39,23 @@ class SweepPlan:
         """Whether the cells of a case are to be run."""
         return not self.only or case in self.only
 
+    def wanted_cases(self) -> list[list[Cell]]:
+        """The cells of each case to run."""
+        return [members for case, members in self.cases.items() if self.is_wanted(case)]
+
     def wanted_cells(self) -> list[Cell]:
         """The cells to run."""
-        return [cell for case, members in self.cases.items() if self.is_wanted(case) for cell in members]
+        return [cell for members in self.wanted_cases() for cell in members]
+
+    def tried_cells(self) -> list[Cell]:
+        """The cells to run that have a trial first. A case of one cell needs none."""
+        cases = self.wanted_cases() if self.grid.choose else []
+        return [cell for members in cases if len(members) > 1 for cell in members]
+
+    def num_runs(self) -> int:
+        """The number of runs in full, if some trial of every case succeeds."""
+        chosen = self.wanted_cases() if self.grid.choose else self.wanted_cells()
+        return len(chosen) * len(self.grid.seeds or [None])
 
 
 def plan_sweep(
@@ -68,12 +81,6 @@ def plan_sweep(
     plan = SweepPlan(recipe, loaded, place, cases, tuple(only))
     _check_cells(plan, grid)
     return plan
-
-
-def list_cells(plan: SweepPlan) -> None:
-    """Prints the cells to run; the output of --dry-run."""
-    for cell in plan.wanted_cells():
-        say(f"{cell.name}: {' '.join(cell.overrides)}")
 
 
 def _check_cells(plan: SweepPlan, grid: Path) -> None:

@@ -70,7 +70,7 @@ def test_the_fedadamw_papers_glue_table(task: str) -> None:
         assert (share.scheme, share.alpha, share.clients) == ("dirichlet_classes", 0.8, 20)
         assert (loaded.federation.rounds, loaded.federation.clients_per_round) == (100, 4)
         assert (loaded.local.steps, loaded.local.epochs, loaded.local.batch_size) == (50, None, 32)
-    assert set(read_layers(REPO / "recipes" / f"{task}_roberta.yaml")["algorithms"]) == set(FEDADAMW)
+    assert set(read_layers(REPO / "recipes" / f"{task}_roberta.yaml").sections()["algorithms"]) == set(FEDADAMW)
     fedadamw = recipe(f"{task}_roberta").algorithm
     assert (fedadamw["name"], fedadamw["alpha"], fedadamw["betas"]) == ("fedadamw", 0.5, [0.9, 0.999])
 
@@ -89,7 +89,7 @@ def test_the_fadamgc_papers_table(task: str) -> None:
             assert loaded.federation.clients_per_round == 10
             assert (loaded.local.epochs, loaded.local.steps) == (1, None)
             assert loaded.eval.target == {"accuracy": TARGET[task]}
-    listed = read_layers(REPO / "recipes" / f"{task}_gpt2.yaml")["algorithms"]
+    listed = read_layers(REPO / "recipes" / f"{task}_gpt2.yaml").sections()["algorithms"]
     assert set(listed) == set(itertools.chain(*GROUPS))
     assert recipe(f"{task}_gpt2").algorithm["name"] == "fadamgc"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,10 @@ from repository import REPO
 
 from fedllm import load_algorithm, load_recipe
 from fedllm.common.errors import UserError
-from fedllm.common.schema import keys
-from fedllm.config.recipe import ALIASES, SECTION_TYPES, help_text, own_keys
+from fedllm.common.schema import keys, without_nulls
+from fedllm.config.key_help import help_text
+from fedllm.config.recipe import ALIASES, SECTION_TYPES, LocalSettings, own_keys
+from fedllm.models.settings import LoraSettings
 
 RECIPES = sorted((REPO / "recipes").glob("*.yaml"))
 GLUE = ("cola", "rte", "sst2", "qqp", "mrpc", "qnli", "mnli")
@@ -74,7 +78,7 @@ TABLE = SMALL + "algorithms: {fedavg: {lr: 0.1, weight_decay: 0.5}, fadamgc: {lr
 def test_an_algorithm_has_the_settings_that_a_recipe_lists_for_it(tmp_path: Path) -> None:
     path = write(tmp_path, TABLE)
     assert load_recipe(path).algorithm["lr"] == 0.2
-    for choice in ("algorithm=fedavg", "algorithm.name=fedavg", "algorithm={name: fedavg}"):
+    for choice in ("algorithm=fedavg", "algorithm.name=FedAvg", "algorithm={name: fedavg}"):
         chosen = load_recipe(path, [choice])
         assert (chosen.name, chosen.algorithm["lr"], chosen.algorithm["weight_decay"]) == ("r_fedavg", 0.1, 0.5)
     assert load_recipe(path, ["algorithm=fedavg", "algorithm.lr=3"]).algorithm["lr"] == 3
@@ -84,10 +88,100 @@ def test_an_algorithm_has_the_settings_that_a_recipe_lists_for_it(tmp_path: Path
     assert unlisted.algorithm == load_recipe(path, ["algorithm=fedcm", "algorithms={}"]).algorithm
 
 
-def test_a_name_in_place_of_the_algorithm_starts_its_section_anew(tmp_path: Path) -> None:
+OWN = "data: {name: glue/sst2}\nalgorithm: {name: fadamgc, lr: 0.5, schedule: linear, tracking_init: gradient}\n"
+SPELLINGS = ("algorithm={}", "algorithm.name={}", "algorithm={{name: {}}}")
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_another_algorithm_keeps_the_settings_that_it_has(tmp_path: Path, spelling: str) -> None:
+    path = write(tmp_path, OWN)
+    kept = load_recipe(path, [spelling.format("fadamgc")])
+    assert (kept.algorithm, kept.notes) == (load_recipe(path).algorithm, ())
+    other = load_recipe(path, [spelling.format("fedadamw")])
+    assert (other.algorithm["lr"], other.algorithm["schedule"]) == (0.5, "linear")
+    assert "tracking_init" not in other.algorithm
+    assert other.notes == (
+        "algorithm fedadamw in place of fadamgc: takes over lr, schedule; drops tracking_init, which it does not have",
+    )
+    assert load_recipe(write(tmp_path, "extends: r.yaml\nalgorithm: fedadamw\n", "top.yaml")) == replace(
+        other, name="top"
+    )
+
+
+def test_the_table_counts_more_than_what_was_given_for_another_algorithm(tmp_path: Path) -> None:
+    path = write(tmp_path, OWN + "algorithms: {fedavg: {lr: 0.1}}\n")
+    chosen = load_recipe(path, ["algorithm=fedavg"])
+    assert (chosen.algorithm["lr"], chosen.algorithm["schedule"]) == (0.1, "linear")
+    assert chosen.notes == (
+        "algorithm fedavg in place of fadamgc: takes over schedule; drops tracking_init, which it does not have",
+    )
+    assert load_recipe(path).algorithm["lr"] == 0.5
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_what_is_given_with_a_name_counts_most_in_any_order(tmp_path: Path, spelling: str) -> None:
+    path = write(tmp_path, OWN + "algorithms: {fedavg: {lr: 0.1}}\n")
+    words = ["algorithm.lr=0.3", spelling.format("fedavg")]
+    assert [load_recipe(path, given).algorithm["lr"] for given in (words, words[::-1])] == [0.3, 0.3]
+    with pytest.raises(UserError, match="r.yaml: algorithm.tracking_init: unknown key"):
+        load_recipe(path, ["algorithm.tracking_init=zero", spelling.format("fedavg")])
+
+
+def test_of_two_names_the_last_one_counts_and_keeps_what_it_has(tmp_path: Path) -> None:
+    words = ["algorithm={name: fedadamw, lr: 0.2, alpha: 0.1}", "algorithm=localadam"]
+    chosen = load_recipe(write(tmp_path, OWN), words)
+    assert (chosen.algorithm["name"], chosen.algorithm["lr"]) == ("localadam", 0.2)
+    assert chosen.notes[0].startswith("algorithm localadam in place of fedadamw: takes over lr, schedule; drops")
+
+
+def test_null_returns_a_key_to_its_default(tmp_path: Path) -> None:
+    path = write(tmp_path, OWN + "algorithms: {fedavg: {lr: 0.3}}\nlora: {rank: 4, alpha: 7}\n")
+    assert load_recipe(path, ["algorithm.lr=null"]).algorithm["lr"] == 0.001
+    assert load_recipe(path, ["algorithm={name: fedavg, lr: null}"]).algorithm["lr"] == 0.1
+    assert load_recipe(path, ["algorithm=fedavg", "algorithm.schedule=~"]).algorithm["schedule"] == "constant"
+    assert load_recipe(path, ["lora={alpha: null}"]).lora == replace(load_recipe(path).lora, alpha=LoraSettings().alpha)
+    assert load_recipe(path, ["run.cohort=null"]).run.stacked_clients == "auto"
+    with pytest.raises(UserError, match="lrr: unknown key"):
+        load_recipe(path, ["algorithm.lrr=null"])
+
+
+def test_every_key_that_may_be_null_is_null_by_default() -> None:
+    """Else null would not be its default."""
+    for cls in SECTION_TYPES.values():
+        values = dict.fromkeys(keys(cls))
+        assert all(field.default is None for field in fields(cls) if field.name in without_nulls(cls, values))
+
+
+def test_several_keys_of_a_section_leave_the_others_as_they_are(tmp_path: Path) -> None:
+    path = write(tmp_path, SMALL + "run: {seed: 4, threads: 2}\nlocal: {epochs: 2, batch_size: 3}\n")
+    changed = load_recipe(path, ["run={seed: 5}", "run={timeout: 9}"])
+    assert (changed.run.seed, changed.run.threads, changed.run.timeout) == (5, 2, 9)
+    assert load_recipe(path, ["local={batch_size: 7}"]).local == LocalSettings(epochs=2, batch_size=7)
+
+
+def test_local_steps_take_the_place_of_the_epochs_of_a_lower_layer(tmp_path: Path) -> None:
+    path = write(tmp_path, SMALL + "local: {epochs: 2, batch_size: 3}\n")
+    for words in (["local.steps=4"], ["local={steps: 4}"], ["local={steps: 4, epochs: null}"]):
+        assert load_recipe(path, words).local == LocalSettings(steps=4, batch_size=3)
+    with pytest.raises(UserError, match="found both epochs=1 and steps=4"):
+        load_recipe(path, ["local.epochs=1", "local.steps=4"])
+
+
+def test_names_as_the_papers_write_them(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "data: {name: glue/sst2}\nalgorithm: FAdamGT\nalgorithms: {FedAvg: {lr: 0.7}, SCAFFOLD-M: {}}\n"
+    )
+    assert (load_recipe(path).algorithm["name"], load_recipe(path).name) == ("fadamgc", "r_fadamgc")
+    assert load_recipe(path, ["algorithm=FedIT"]).algorithm["lr"] == 0.7
+    assert load_recipe(path, ["algorithms={fedavg: {weight_decay: 1}}", "algorithm=fedavg"]).algorithm["lr"] == 0.7
+    with pytest.raises(UserError, match="algorithms.FedIT: is there under another name too"):
+        load_recipe(write(tmp_path, TABLE.replace("fadamgc: {lr", "FedIT: {lr")))
+
+
+def test_a_name_in_place_of_the_algorithm_is_short_for_its_key(tmp_path: Path) -> None:
     write(tmp_path, "data: {name: glue/sst2}\nalgorithm: {name: fadamgc, lr: 0.5, eps: 0.1}\n", "base.yaml")
-    fresh = load_recipe(write(tmp_path, "extends: base.yaml\nalgorithm: fadamgc\n"))
-    assert (fresh.name, fresh.algorithm["lr"]) == ("r", 0.001)
+    same = load_recipe(write(tmp_path, "extends: base.yaml\nalgorithm: fadamgc\n"))
+    assert (same.name, same.algorithm["lr"]) == ("r", 0.5)
     write(tmp_path, "extends: base.yaml\nalgorithm: fedavg\n", "middle.yaml")
     kept = load_recipe(write(tmp_path, "extends: middle.yaml\nalgorithm: {lr: 0.25}\n"))
     assert (kept.algorithm["name"], kept.algorithm["lr"]) == ("fedavg", 0.25)
@@ -96,7 +190,8 @@ def test_a_name_in_place_of_the_algorithm_starts_its_section_anew(tmp_path: Path
 def test_the_table_of_algorithms_can_be_extended(tmp_path: Path) -> None:
     write(tmp_path, TABLE, "base.yaml")
     path = write(tmp_path, "extends: base.yaml\nalgorithms: {fedavg: {lr: 0.7}}\n", "r_fedavg.yaml")
-    assert load_recipe(path, ["algorithm=fedavg"]).algorithm["lr"] == 0.7
+    chosen = load_recipe(path, ["algorithm=fedavg"])
+    assert (chosen.algorithm["lr"], chosen.algorithm["weight_decay"]) == (0.7, 0.5)
     assert load_recipe(path, ["algorithm=fedavg"]).name == "r_fedavg"
     assert load_recipe(path).algorithm["lr"] == 0.2
     assert "algorithms" not in load_recipe(path).sections()
@@ -137,7 +232,11 @@ def test_mistakes_in_the_table_of_algorithms_are_named(tmp_path: Path, table: st
         ("run.cohort=big", r"run.cohort: found 'big', expected a whole number or one of: auto"),
         ("data.name=null", r"data.name: missing"),
         ("rounds=3", r"unknown section 'rounds' \(did you mean 'federation.rounds'\?\)"),
-        ("run.seed=", r"r.yaml: run.seed: found None, expected a whole number \(given as the override 'run.seed='\)"),
+        ("run.seed=", r"override 'run.seed=': found no value; for the default write run.seed=null"),
+        ("run={seed: }", r"override 'run=.*: the key 'seed' has no value \(line 1\)"),
+        ("algorithm.name=null", r"algorithm.name: found None, expected an algorithm"),
+        ("algorithm=3", r"r.yaml: algorithm: found 3, expected keys and values \(given as the override"),
+        ("lora=null", r"r.yaml: lora: found None, expected keys and values"),
         ("run.seed=" + 400 * "9" + ".0", r"run.seed: found inf, expected a whole number"),
         ("run.threads=100000", r"run.threads: found 100000, expected at most 1024"),
         ("algorithm.lr=2021-99-99", r"override 'algorithm.lr=2021-99-99': the value is not readable as YAML: month"),
@@ -145,6 +244,10 @@ def test_mistakes_in_the_table_of_algorithms_are_named(tmp_path: Path, table: st
         (
             "federation={clients_per_round: 2, min_clients: 3}",
             r"min_clients: found 3, expected at most clients_per_round",
+        ),
+        (
+            "federation={clients_per_round: null, min_clients: 11}",
+            r"r.yaml: federation.min_clients: found 11, expected at most clients_per_round=10, of 100 clients",
         ),
         ("eval.target={accuracy: 80}", r"eval.target: found accuracy: 80, expected at most 1"),
         ("eval.stop_at_target=true", r"eval.stop_at_target: found true without a target"),
@@ -280,3 +383,70 @@ costs:      {bandwidth_mbit: 100}
     for section, values in yaml.safe_load(text).items():
         for key, value in values.items():
             assert sections[section][ALIASES.get((section, key), key)] == value, (section, key)
+
+
+# Where a recipe is read from
+
+
+def test_a_missing_recipe_names_the_file_that_may_be_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "recipes", SMALL, "quick.yaml")
+    for folder, given, meant in (
+        (tmp_path, "quick", "recipes/quick.yaml"),
+        (tmp_path, "quick.yaml", "recipes/quick.yaml"),
+        (tmp_path / "sub", "recipes/quick.yaml", "../recipes/quick.yaml"),
+        (tmp_path / "sub", "quick.yaml", "../recipes/quick.yaml"),
+    ):
+        monkeypatch.chdir(folder)
+        with pytest.raises(UserError) as error:
+            load_recipe(given)
+        assert str(error.value) == f"{given}: no such recipe file; did you mean {meant}?"
+    with pytest.raises(UserError, match=r"^recipes: is a folder, expected a recipe file$"):
+        monkeypatch.chdir(tmp_path)
+        load_recipe("recipes")
+
+
+def test_top_level_keys_for_anchors_are_ignored(tmp_path: Path) -> None:
+    text = "x-common: &c {rank: 3}\ndata: {name: glue/sst2}\nalgorithm: fedavg\nlora: *c\n"
+    assert load_recipe(write(tmp_path, text)).lora.rank == 3
+
+
+def test_a_recipe_may_come_from_a_pipe_and_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, SMALL, "base.yaml")
+    monkeypatch.chdir(tmp_path)
+    reading, writing = os.pipe()
+    os.write(writing, b"extends: base.yaml\nlora: {rank: 3}\n")
+    os.close(writing)
+    try:
+        assert [load_recipe(f"/dev/fd/{reading}").lora.rank for _ in range(2)] == [3, 3]
+    finally:
+        os.close(reading)
+
+
+# Numbers that follow from others
+
+
+def test_clients_per_round_are_at_most_all_clients(tmp_path: Path) -> None:
+    path = write(tmp_path, SMALL)
+    sampled = {n: load_recipe(path, [f"partition.clients={n}"]).federation.clients_per_round for n in (3, 10, 99)}
+    assert sampled == {3: 3, 10: 10, 99: 10}
+    assert load_recipe(path).partition.clients == 100
+    assert (
+        load_recipe(path, ["partition.clients=3", "federation.clients_per_round=4"]).federation.clients_per_round == 4
+    )
+
+
+@pytest.mark.parametrize("words", ["partition={scheme: by_column, column: site}", "partition={file: p.json}"])
+def test_clients_that_only_the_data_tell_leave_them_open(tmp_path: Path, words: str) -> None:
+    open_ = load_recipe(write(tmp_path, SMALL), [words])
+    assert open_.partition.known_clients is None
+    assert open_.federation.clients_per_round is None
+    assert open_.for_clients(7).federation.clients_per_round == 7
+    assert load_recipe(write(tmp_path, SMALL), [words, "federation.clients_per_round=4"]).for_clients(
+        7
+    ) == open_.for_clients(4)
+
+
+def test_a_target_may_be_a_loss_of_any_size(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, SMALL), ["eval.target={eval_loss: 1.5}"]).eval.target == {"eval_loss": 1.5}
