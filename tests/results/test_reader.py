@@ -9,9 +9,9 @@ import yaml
 from made_runs import SCORES, make_run
 
 from fedllm.reporting.groups import group_runs
-from fedllm.reporting.page import page
+from fedllm.reporting.page import Section, page
 from fedllm.reporting.report import report
-from fedllm.reporting.summary import summarise
+from fedllm.reporting.summary import csv_text, summarise
 from fedllm.results.reader import load_run, read_runs
 
 
@@ -200,7 +200,7 @@ def test_no_value_in_a_result_or_a_round_is_more_than_a_report_can_bear(tmp_path
             runs, problems = read_runs([good, bad])
             assert len(runs) + len(problems) == 2
             summary = summarise(group_runs(runs))
-            for written in (summary.markdown(), summary.csv(), summary.latex(), *problems):
+            for written in (summary.markdown(), csv_text([summary]), summary.latex(), *problems):
                 assert "\x1b" not in written
                 written.encode()
 
@@ -293,4 +293,4 @@ def test_runs_of_an_earlier_version_are_seeds_of_the_same_recipe_under_one_name(
         }  # fmt: skip
     (group,) = groups = group_runs(runs)
     assert len(group.runs) == 2
-    assert "cohort" not in page(summarise(groups), groups, {}, [], [])
+    assert "cohort" not in page([Section(summarise(groups), groups, {})], [], [])
