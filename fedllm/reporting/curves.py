@@ -34,8 +34,8 @@ from fedllm.results.run_record import RunRecord
 
 Curve = tuple[list[float], list[float]]
 _DASHES = ("-", "--", "-.", ":")
-_BAND = "mean over seeds, in a band from the lowest to the highest"
-_BAND_AND_ENDS = "mean over seeds, lowest to highest in a band; a seed that has ended keeps its last value"
+_BAND = "line: mean over seeds; band: lowest to highest seed"
+_BAND_AND_ENDS = f"{_BAND}; a seed that has ended keeps its last value"
 _KEPT = (
     "The seeds of a group end at different times. A seed that has ended keeps its last value until the slowest seed of "
     "its group ends, so that every line ends at the mean of the final values."
@@ -54,26 +54,26 @@ class Plot:
 
 PLOTS = {
     "score_by_round": Plot("Score over rounds", "", "round"),
-    "score_by_traffic": Plot("Score over bytes", "All bytes sent until then, up and down, of all clients.", "bytes"),
+    "score_by_traffic": Plot("Score over bytes", "Bytes that all clients together have sent and received.", "bytes"),
     "score_by_time": Plot(
         "Score over simulated time",
-        "Each round takes as long as its slowest client computes and sends, over a link of costs.bandwidth_mbit.",
+        "A round takes as long as its slowest client needs to compute and to send, at costs.bandwidth_mbit.",
         "simulated_seconds",
     ),
     "train_loss": Plot(
-        "Training loss", "Mean over a round's clients and their local steps.", "round", ("train_loss",)
+        "Training loss", "Mean over the clients of a round and their local steps.", "round", ("train_loss",)
     ),
     "client_drift": Plot(
         "Client drift",
-        "Mean over a round's clients of the cosine between a client's update and the mean update (1 where all updates "
-        "have the same direction), and of the norm of a client's update.",
+        "Left: cosine between a client's update and the mean update; 1 if all updates have the same direction. "
+        "Right: norm of a client's update. Both are means over the clients of a round.",
         "round",
         ("update_cosine", "update_norm"),
     ),
     "v_spread": Plot(
         "Spread of v between clients",
-        "Standard deviation over a round's clients of their second moments v, relative to the mean v and weighted by "
-        "it (0 where all clients have the same v).",
+        "Standard deviation of the second moment v over the clients of a round, divided by the mean v and weighted by "
+        "it; 0 if all clients have the same v.",
         "round",
         ("v_spread",),
     ),
@@ -103,7 +103,7 @@ def captions(groups: Sequence[Group]) -> dict[str, str]:
 
 def _validation(groups: Sequence[Group]) -> str:
     """On which samples the scores were measured."""
-    limits = {run.recipe["data"].get("max_validation") for group in groups for run in group.runs}
+    limits: set[Any] = {run.recipe["data"].get("max_validation") for group in groups for run in group.runs}
     if None in limits:
         return "Scores on the whole validation split."
     return f"Scores on at most {max(limits):,} samples of the validation split (data.max_validation)."

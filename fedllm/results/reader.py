@@ -73,13 +73,11 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[RunRecord], list[str]
         same_seed = next((other for other in others if _stands_for(other, run)), None)
         first = next((other for other in others if other.clients), run) if run.clients else run
         if same_seed:
-            problems.append(
-                printable(f"{run.folder}: the same recipe and seed as {same_seed.folder}, which stands for both")
-            )
+            why = f"the same recipe and seed as {same_seed.folder}, which is used instead"
+            problems.append(printable(f"{run.folder}: {why}"))
         elif first.clients != run.clients:
-            problems.append(
-                printable(f"{run.folder}: the same recipe as {first.folder}, but over other data: see partition.json")
-            )
+            why = f"the same recipe as {first.folder}, but with other clients' data (partition.json differs)"
+            problems.append(printable(f"{run.folder}: {why}"))
         else:
             others.append(run)
     chosen = {id(run) for members in by_key.values() for run in members}
@@ -121,7 +119,7 @@ def _foreign(folder: Path) -> str:
     if not folder.is_dir():
         return "not a folder"
     if next(folder.glob("*/recipe.yaml"), None):
-        return f"not a run folder, but it holds some; name them: {folder}/*"
+        return f"not a run folder, but it holds run folders; name these: {folder}/*"
     return "not a run folder: it has no recipe.yaml"
 
 

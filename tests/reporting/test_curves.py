@@ -153,7 +153,7 @@ def test_captions_say_on_which_samples_the_scores_were_measured(tmp_path):
     assert captions(whole)["score_by_round"] == "Scores on the whole validation split."
     expected = "Scores on at most 300 samples of the validation split (data.max_validation)."
     assert captions(cut)["score_by_round"] == expected
-    assert captions(cut)["score_by_time"].startswith(f"{expected} Each round takes")
+    assert captions(cut)["score_by_time"].startswith(f"{expected} A round takes")
     assert "validation" not in captions(cut)["train_loss"]
 
 

@@ -64,7 +64,7 @@ def test_one_seed_in_two_precisions_is_two_runs(tmp_path):
     stopped = make_run(tmp_path / "stopped", finished=False)
     runs, problems = read_runs([*folders, stopped])
     assert [run.folder for run in runs] == folders
-    assert problems == [f"{stopped}: the same recipe and seed as {folders[0]}, which stands for both"]
+    assert problems == [f"{stopped}: the same recipe and seed as {folders[0]}, which is used instead"]
 
 
 @pytest.mark.parametrize("label", ["1", None])

@@ -240,7 +240,7 @@ def test_what_is_no_run_folder_is_told_apart(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     _, problems = read_runs([tmp_path / "runs", waiting, tmp_path / "notes.txt"])
     assert [text.split(": ", 1)[1] for text in problems] == [
-        f"not a run folder, but it holds some; name them: {tmp_path}/runs/*",
+        f"not a run folder, but it holds run folders; name these: {tmp_path}/runs/*",
         "no round has finished yet",
         "not a folder",
     ]
@@ -260,7 +260,9 @@ def test_runs_of_one_recipe_over_other_data_are_not_seeds_of_one_another(tmp_pat
     folders = [make_run(tmp_path / str(seed), seed=seed, counts=first if seed < 2 else other) for seed in range(3)]
     runs, problems = read_runs([*folders, make_run(tmp_path / "older", seed=3)])
     assert [run.seed for run in runs] == [0, 1, 3]
-    assert problems == [f"{folders[2]}: the same recipe as {folders[0]}, but over other data: see partition.json"]
+    assert problems == [
+        f"{folders[2]}: the same recipe as {folders[0]}, but with other clients' data (partition.json differs)"
+    ]
 
 
 # Runs of an earlier version, whose recipes said run.cohort
