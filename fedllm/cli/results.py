@@ -16,9 +16,13 @@ def add_commands(commands: Commands) -> None:
     """Adds report and export."""
     report = add_command(commands, "report", _report, "tables, figures and a page of run folders")
     report.add_argument("runs", nargs="+", type=Path, help="run folders")
-    report.add_argument("--out", type=Path, help="folder for them; default report beside the first run")
+    report.add_argument("--out", type=Path, help="folder of the report; default report/ beside the first run")
     report.add_argument(
-        "--target", action="append", default=[], metavar="METRIC=VALUE", help="count the rounds to it; may be repeated"
+        "--target",
+        action="append",
+        default=[],
+        metavar="METRIC=VALUE",
+        help="target of tables and figures, instead of the recipes' own; may be repeated",
     )
 
     export = add_command(commands, "export", _export, "export the adapter of a run's newest checkpoint")

@@ -195,7 +195,7 @@ RIVALS = {("local", "epochs"): "steps", ("local", "steps"): "epochs"}
 FREE_KEYS = frozenset(
     ("run", key)
     for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads", "shares", "timeout", "trackers")
-)
+) | {("data", "title")}
 # Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
 CHOSEN_KEYS = ("stacked_clients", "slices")
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]

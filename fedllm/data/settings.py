@@ -12,6 +12,7 @@ from fedllm.common.schema import setting
 class DataSettings:
     """The task: a known name, or your own files."""
 
+    title: str | None = setting(None, "the data set's name in reports, any text; does not change results")
     name: str | None = setting(None, "glue/<task>, 20newsgroups, a folder of text files, or package:<module>/<folder>")
     train: str | None = setting(None, "your own training file: CSV, JSON lines or parquet")
     validation: str | None = setting(None, "your own validation file; without one, `holdout` of train is held out")

@@ -93,13 +93,14 @@ def partition_summary(job: Job) -> dict[str, Any]:
     """partition.json: the number of samples per client, and per client and class.
 
     sizes: [N]. counts: [N, classes]. names: [N], the column value of each client; only with scheme by_column.
+    data: see Job.data.
     """
     settings, names = job.recipe.partition, None
     if settings.scheme == "by_column" and settings.file is None:
         column = job.dataset.train.columns[str(settings.column)]
         names = [str(column[part[0]]) for part in job.parts]
     sizes, counts = [len(part) for part in job.parts], job.task.class_counts(job.dataset.train, job.parts)
-    return {"sizes": sizes, "names": names, "classes": list(job.task.classes), "counts": counts}
+    return {"sizes": sizes, "names": names, "classes": list(job.task.classes), "counts": counts, "data": job.data}
 
 
 def run_result(job: Job, federation: FederationState, metrics: list[dict[str, Any]], facts: RunFacts) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _NAMED = 24  # the most classes named on the axis
 
 
 def client_figure(groups: Sequence[Group]) -> Figure | None:
-    """One panel per partition of a task; None if no run has a partition.json.
+    """One panel per partition of a data set; None if no run has a partition.json. groups: of one data set.
 
     Above, the samples of each client. Below, the share of each class: as stacked bars, or with many classes as bubbles
     whose area is the share.
@@ -56,18 +56,17 @@ def without_clients(groups: Sequence[Group]) -> list[str]:
 
 
 def _partitions(groups: Sequence[Group]) -> dict[str, ClientData]:
-    """Every partition of every task once, by a title that no other one has."""
+    """Every partition once, by a title that no other one has."""
     found: dict[str, ClientData] = {}
-    drawn: list[tuple[str, ClientData]] = []
-    for run in (run for group in groups for run in group.runs):
-        if run.clients is None or (run.task, run.clients) in drawn:
-            continue
-        drawn.append((run.task, run.clients))
-        section = run.recipe["partition"]
-        title = f"{run.task} · {partition_words(section)}"
-        seeded = printable(f"{title} · partition seed {section.get('seed')}")
-        foldered = printable(f"{title} · {run.folder}")
-        found[next(name for name in (title, seeded, foldered) if name not in found)] = run.clients
+    for group in groups:
+        for run in group.runs:
+            if run.clients is None or run.clients in found.values():
+                continue
+            section = run.recipe["partition"]
+            title = f"{group.task} · {partition_words(section)}"
+            seeded = printable(f"{title} · partition seed {section.get('seed')}")
+            foldered = printable(f"{title} · {run.folder}")
+            found[next(name for name in (title, seeded, foldered) if name not in found)] = run.clients
     return found
 
 

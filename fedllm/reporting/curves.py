@@ -34,13 +34,17 @@ from fedllm.results.run_record import RunRecord
 
 Curve = tuple[list[float], list[float]]
 _DASHES = ("-", "--", "-.", ":")
-_BAND = "mean over seeds, in a band from the lowest to the highest"
-_BAND_AND_TAILS = "mean over seeds, lowest to highest in a band; dotted: seeds that go on"
+_BAND = "line: mean over seeds; band: lowest to highest seed"
+_BAND_AND_ENDS = f"{_BAND}; a seed that has ended keeps its last value"
+_KEPT = (
+    "The seeds of a group end at different times. A seed that has ended keeps its last value until the slowest seed of "
+    "its group ends, so that every line ends at the mean of the final values."
+)
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A kind of figure: one panel per metric, over an axis. Without metrics: the headline score of each task."""
+    """A kind of figure: one panel per metric, over an axis. Without metrics: the headline score."""
 
     title: str
     caption: str
@@ -49,27 +53,27 @@ class Plot:
 
 
 PLOTS = {
-    "score_by_round": Plot("Score over rounds", "On the whole validation split.", "round"),
-    "score_by_traffic": Plot("Score over bytes", "All bytes sent until then, up and down, of all clients.", "bytes"),
+    "score_by_round": Plot("Score over rounds", "", "round"),
+    "score_by_traffic": Plot("Score over bytes", "Bytes that all clients together have sent and received.", "bytes"),
     "score_by_time": Plot(
         "Score over simulated time",
-        "Each round takes as long as its slowest client computes and sends, over a link of costs.bandwidth_mbit.",
+        "A round takes as long as its slowest client needs to compute and to send, at costs.bandwidth_mbit.",
         "simulated_seconds",
     ),
     "train_loss": Plot(
-        "Training loss", "Mean over a round's clients and their local steps.", "round", ("train_loss",)
+        "Training loss", "Mean over the clients of a round and their local steps.", "round", ("train_loss",)
     ),
     "client_drift": Plot(
         "Client drift",
-        "Mean over a round's clients of the cosine between a client's update and the mean update (1 where all updates "
-        "have the same direction), and of the norm of a client's update.",
+        "Left: cosine between a client's update and the mean update; 1 if all updates have the same direction. "
+        "Right: norm of a client's update. Both are means over the clients of a round.",
         "round",
         ("update_cosine", "update_norm"),
     ),
     "v_spread": Plot(
         "Spread of v between clients",
-        "Standard deviation over a round's clients of their second moments v, relative to the mean v and weighted by "
-        "it (0 where all clients have the same v).",
+        "Standard deviation of the second moment v over the clients of a round, divided by the mean v and weighted by "
+        "it; 0 if all clients have the same v.",
         "round",
         ("v_spread",),
     ),
@@ -77,12 +81,32 @@ PLOTS = {
 
 
 def figures(groups: Sequence[Group]) -> dict[str, Figure]:
-    """The figures of PLOTS for which there are data: one panel per task and metric, one line per group with the mean
-    over its seeds, in a band from the lowest seed to the highest. A group is drawn if every seed has the metric."""
+    """The figures of PLOTS for which there are data: one panel per metric, one line per group with the mean over its
+    seeds, in a band from the lowest seed to the highest. A group is drawn if every seed has the metric.
+
+    groups: of one data set."""
     with mpl.rc_context(STYLE):
         panels = {name: _panels(groups, plot) for name, plot in PLOTS.items()}
         styles = _styles(groups)
         return {name: _compare(panels[name], plot, styles) for name, plot in PLOTS.items() if panels[name]}
+
+
+def captions(groups: Sequence[Group]) -> dict[str, str]:
+    """The caption of each of PLOTS for the groups of one data set."""
+    found = {}
+    for name, plot in PLOTS.items():
+        uneven = any(_uneven(*drawn, plot.over) for drawn in _drawn(_panels(groups, plot)))
+        parts = [] if plot.metrics else [_validation(groups)]
+        found[name] = " ".join(filter(None, [*parts, plot.caption, _KEPT if uneven else ""]))
+    return found
+
+
+def _validation(groups: Sequence[Group]) -> str:
+    """On which samples the scores were measured."""
+    limits: set[Any] = {run.recipe["data"].get("max_validation") for group in groups for run in group.runs}
+    if None in limits:
+        return "Scores on the whole validation split."
+    return f"Scores on at most {max(limits):,} samples of the validation split (data.max_validation)."
 
 
 def undrawn(groups: Sequence[Group]) -> list[str]:
@@ -117,7 +141,7 @@ def _why(run: RunRecord, metric: str) -> str:
     return "not in metrics.jsonl, as in runs of older versions of fedllm"
 
 
-Panels = dict[tuple[str, str], list[Group]]  # the groups of a task and metric
+Panels = dict[str, list[Group]]  # the groups that have a metric
 
 
 def _panels(groups: Sequence[Group], plot: Plot) -> Panels:
@@ -125,8 +149,13 @@ def _panels(groups: Sequence[Group], plot: Plot) -> Panels:
     for group in groups:
         for metric in plot.metrics or (group.metric,):
             if all(run.curve(metric)[0] for run in group.runs):
-                panels.setdefault((group.task, metric), []).append(group)
+                panels.setdefault(metric, []).append(group)
     return panels
+
+
+def _drawn(panels: Panels) -> list[tuple[Group, str]]:
+    """Every line of a figure: its group and metric."""
+    return [(group, metric) for metric, members in panels.items() for group in members]
 
 
 def _compare(panels: Panels, plot: Plot, styles: dict[str, Style]) -> Figure:
@@ -134,7 +163,7 @@ def _compare(panels: Panels, plot: Plot, styles: dict[str, Style]) -> Figure:
     groups = list({id(group): group for members in panels.values() for group in members}.values())
     one = len(panels) == 1
     named = one and len(groups) <= 10 and all(len(_legend_name(group)) <= 28 for group in groups)
-    columns = min(len(plot.metrics) if len(plot.metrics) > 1 else 3, len(panels))
+    columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     height = 3.9 if one else 2.6 * rows
     width = 6.8 if one else 3.4 * columns
@@ -143,13 +172,11 @@ def _compare(panels: Panels, plot: Plot, styles: dict[str, Style]) -> Figure:
     legend_height = 0 if named else 0.2 * (len(groups) / legend_columns + 1)
     figure = Figure(figsize=(width, height + legend_height), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
-    first = dict(reversed(panels))
     note = _BAND if any(len(group.runs) > 1 for group in groups) else ""
-    if any(_uneven(group, metric, plot.over) for (_, metric), members in panels.items() for group in members):
-        note = _BAND_AND_TAILS
-    for axes, ((task, metric), members) in zip(grid, panels.items(), strict=False):
-        if not plot.metrics or first[task] == metric:
-            axes.set_title(short(task, 40), pad=24 if one and note else None)
+    if any(_uneven(*drawn, plot.over) for drawn in _drawn(panels)):
+        note = _BAND_AND_ENDS
+    grid[0].set_title(short(groups[0].task, 40), pad=24 if one and note else None)
+    for axes, (metric, members) in zip(grid, panels.items(), strict=False):
         ends = _draw_panel(axes, members, metric, plot.over, styles)
         if named:
             label_ends(axes, ends)
@@ -158,14 +185,14 @@ def _compare(panels: Panels, plot: Plot, styles: dict[str, Style]) -> Figure:
     if one:
         under_title(grid[0], note)
     if not named:
-        targeted = any(metric in group.target for (_, metric), members in panels.items() for group in members)
+        targeted = any(metric in target for group, metric in _drawn(panels) for target in group.targets)
         _legend(figure, groups, styles, targeted, ncols=legend_columns, title="" if one else note)
     return figure
 
 
 def _draw_panel(axes: Axes, groups: Sequence[Group], metric: str, over: Axis, styles: dict[str, Style]) -> list[End]:
-    """Draws the lines of one task and metric, the targets and the axes. Norms of different magnitudes get a logarithmic
-    axis. Returns the ends of the lines."""
+    """Draws the lines of one metric, the targets and the axes. Norms of different magnitudes get a logarithmic axis.
+    Returns the ends of the lines."""
     axes.set_ylabel(short(metric_name(metric), 36))
     scale = set_axis(axes, over, max(run.curve(metric, over)[0][-1] for group in groups for run in group.runs))
     if metric == "update_norm":
@@ -173,7 +200,7 @@ def _draw_panel(axes: Axes, groups: Sequence[Group], metric: str, over: Axis, st
         if 0 < 20 * min(values) < max(values):
             set_log(axes)
     ends = [_draw_group(axes, group, metric, over, scale, styles[group.name]) for group in groups]
-    return ends + draw_targets(axes, [group.target for group in groups], metric)
+    return ends + draw_targets(axes, [target for group in groups for target in group.targets], metric)
 
 
 def _legend(figure: Figure, groups: Sequence[Group], styles: dict[str, Style], targeted: bool, **layout: Any) -> None:
@@ -202,18 +229,14 @@ def _legend_name(group: Group) -> str:
 
 
 def _draw_group(axes: Axes, group: Group, metric: str, over: Axis, scale: float, style: Style) -> End:
-    """Draws the mean of a group's seeds in their band. Where some seeds end, the others continue as dotted lines."""
+    """Draws the mean of a group's seeds in their band."""
     measured = [run.curve(metric, over) for run in group.runs]
-    curves = [([point / scale for point in xs], ys) for xs, ys in measured]
-    x, seeds = _together(curves)
-    if len(curves) > 1:
+    x, seeds = _together([([point / scale for point in xs], ys) for xs, ys in measured])
+    if len(measured) > 1:
         only_point = 4 if len(x) == 1 else 0
         axes.fill_between(
             x, seeds.min(axis=0), seeds.max(axis=0), color=style["color"], alpha=0.16, linewidth=only_point
         )
-        for (xs, ys), seed in zip(curves, seeds, strict=True):
-            rest = sum(point < x[-1] for point in xs)
-            axes.plot([x[-1], *xs[rest:]], [seed[-1], *ys[rest:]], color=style["color"], linewidth=0.9, linestyle=":")
     mean = seeds.mean(axis=0)
     axes.plot(x, mean, marker=marker(len(x)), **_style(group, style))
     return float(x[-1]), float(mean[-1]), _legend_name(group), {"color": style["color"]}
@@ -225,8 +248,9 @@ def _uneven(group: Group, metric: str, over: Axis) -> bool:
 
 
 def _together(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """The x at which any seed was measured, up to the end of the shortest, and every seed's values there [seeds, x],
-    interpolated."""
-    begin, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    grid = sorted({point for x, _ in curves for point in x if begin <= point <= end}) or [(begin + end) / 2]
+    """The x at which any seed was measured, from where all have been measured to the end of the longest, and every
+    seed's values there [seeds, x], interpolated. A seed that has ended keeps its last value, so the means end at the
+    mean of the final values."""
+    begin = max(x[0] for x, _ in curves)
+    grid = sorted({point for x, _ in curves for point in x if begin <= point})
     return np.array(grid), np.array([np.interp(grid, x, y) for x, y in curves])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from fedllm.reporting.curves import PLOTS
-from fedllm.reporting.groups import Group, full_name
+from fedllm.reporting.curves import PLOTS, captions
+from fedllm.reporting.groups import Group, Target, full_name
 from fedllm.reporting.inline_svg import VARIABLES, inline_svg
+from fedllm.reporting.quantities import target_words
 from fedllm.reporting.summary import WORDS, Summary
-from fedllm.results.format import compared
+from fedllm.results.format import compared, rounds_to
 from fedllm.results.names import metric_name, printable, setting_text
 from fedllm.results.run_record import RunRecord
 
@@ -22,33 +24,37 @@ _RESULT_SECTIONS = ("machine", "versions")  # of result.json; an unfinished run 
 _HALF = 540  # points: the largest width of a figure that shares a line with another one
 _CLIENTS = (
     "Clients' labels",
-    "The samples of each client on top, the classes among them below. Where there are many classes, a bubble for each: "
-    "its area is the class's share of the client.",
+    "Top: the number of samples of each client. Bottom: the share of each class among them. Many classes are drawn as "
+    "bubbles: the area of a bubble is the share.",
 )
 
 
-def page(
-    summary: Summary,
-    groups: Sequence[Group],
-    figures: Mapping[str, str],
-    problems: Sequence[str],
-    lacking: Sequence[str],
-) -> str:
+@dataclass(frozen=True)
+class Section:
+    """One data set on the page. figures: SVG of those of curves.PLOTS and of `client_labels`."""
+
+    summary: Summary
+    groups: Sequence[Group]
+    figures: Mapping[str, str]
+
+
+def page(sections: Sequence[Section], problems: Sequence[str], lacking: Sequence[str]) -> str:
     """The text of the page, from templates/report.html.
 
-    figures: SVG of those of curves.PLOTS and of `client_labels`. problems: a line for each folder that was left out.
-    lacking: a line for each figure that lacks some groups.
+    problems: a line for each folder that was left out. lacking: a line for each figure that lacks some groups.
     """
-    tasks = ", ".join(dict.fromkeys(group.task for group in groups))
+    groups = [group for section in sections for group in section.groups]
     shared, own = _settings(groups)
+    targets = {target_words(target): target for group in groups for target in group.targets}
     return _template().render(
-        tasks=tasks,
-        about=_about(summary.caption.removeprefix(f"{tasks}; "), groups, problems),
+        tasks=", ".join(section.summary.task for section in sections),
+        about=_about(groups, problems),
         colours={name: (light.lower(), dark.lower()) for name, (light, dark) in VARIABLES.items()},
-        summary=summary,
+        sections=sections,
         words=WORDS,
-        figures=[_figure(name, text) for name, text in figures.items()],
-        runs=[(run.folder, full_name(group, groups), *_outcome(run)) for group in groups for run in group.runs],
+        figures=[_figures(section, number) for number, section in enumerate(sections)],
+        targets=[f"to {words}" for words in targets],
+        runs=[_outcome(run, group, groups, targets) for group in groups for run in group.runs],
         several=len(groups) > 1,
         shared=_by_section(shared),
         own=[(full_name(group, groups), _by_section(rest)) for group, rest in zip(groups, own, strict=True)],
@@ -69,26 +75,36 @@ def _template() -> Template:
     return environment.get_template("report.html")
 
 
-def _about(caption: str, groups: Sequence[Group], problems: Sequence[str]) -> str:
+def _about(groups: Sequence[Group], problems: Sequence[str]) -> str:
     runs = sum(len(group.runs) for group in groups)
     counts = f"{runs} run{'s' * (runs > 1)} in {len(groups)} group{'s' * (len(groups) > 1)}."
     omitted = f" {len(problems)} folder{'s' * (len(problems) > 1)} left out." if problems else ""
-    return f"{caption}. {counts}{omitted}"
+    return f"{counts}{omitted}"
 
 
-def _figure(name: str, text: str) -> dict[str, Any]:
-    title, caption = _CLIENTS if name == "client_labels" else (PLOTS[name].title, PLOTS[name].caption)
-    width = re.search(r'width="([\d.]+)pt"', text)
-    wide = width is not None and float(width[1]) > _HALF
-    return {"title": title, "caption": caption, "svg": inline_svg(text, name, title), "wide": wide}
+def _figures(section: Section, number: int) -> list[dict[str, Any]]:
+    """The figures of a data set. number: of the data set, in the ids of its figures."""
+    texts = captions(section.groups)
+    found = []
+    for name, svg in section.figures.items():
+        title, caption = _CLIENTS if name == "client_labels" else (PLOTS[name].title, texts[name])
+        width = re.search(r'width="([\d.]+)pt"', svg)
+        wide = width is not None and float(width[1]) > _HALF
+        drawn = inline_svg(svg, f"{name}-{number}", title)
+        found.append({"title": title, "caption": caption, "svg": drawn, "wide": wide})
+    return found
 
 
-def _outcome(run: RunRecord) -> list[str]:
+def _outcome(run: RunRecord, group: Group, groups: Sequence[Group], targets: Mapping[str, Target]) -> list[str]:
+    """The row of a run. A target that is not its group's has a dash."""
     result = run.result
     best, final = result["best"].get(run.primary), result["final"].get(run.primary)
-    scores = [_number(run.best_score(run.primary)), str(best["round"] if best else "-"), _number(final)]
-    reached = str(result["rounds_to_target"] or "-")
-    return [str(run.seed), str(result["rounds"]), *scores, reached, str(result["rejected"]), result["status"]]
+    reached = [rounds_to(target, run.rounds) if target in group.targets else None for target in targets.values()]
+    return [
+        str(run.folder), full_name(group, groups), str(run.seed), str(result["rounds"]),
+        _number(run.best_score(run.primary)), str(best["round"] if best else "-"), _number(final),
+        *(str(rounds or "-") for rounds in reached), str(result["rejected"]), result["status"],
+    ]  # fmt: skip
 
 
 def _number(value: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from os.path import realpath
 from pathlib import Path
@@ -16,19 +17,20 @@ from fedllm.common.files import replace_text
 from fedllm.common.schema import nearest
 from fedllm.reporting import curves as plots
 from fedllm.reporting.client_labels import client_figure, without_clients
-from fedllm.reporting.groups import Group, group_runs
-from fedllm.reporting.page import page
+from fedllm.reporting.groups import Group, Target, by_task, group_runs
+from fedllm.reporting.page import Section, page
 from fedllm.reporting.style import save, svg
-from fedllm.reporting.summary import Summary, Target, summarise
+from fedllm.reporting.summary import Summary, csv_text, summarise
 from fedllm.results.names import printable
 from fedllm.results.reader import none_readable, read_runs
 from fedllm.results.run_record import RunRecord
 
 FORMATS = ("html", "md", "csv", "tex", "png", "svg")
 _DRAWN = {"html", "png", "svg"}
-_NAMES = (  # of all files that a report can write
+_FIGURES = (*plots.PLOTS, "client_labels")
+_NAMES = (  # patterns of all files that a report can write; a figure of one of several data sets has its name inside
     "report.html", "summary.md", "summary.csv", "summary.tex",
-    *(f"{figure}.{kind}" for figure in (*plots.PLOTS, "client_labels") for kind in ("png", "svg")),
+    *(f"{figure}{inside}.{kind}" for figure in _FIGURES for inside in ("", ".*") for kind in ("png", "svg")),
 )  # fmt: skip
 
 
@@ -38,12 +40,13 @@ def report(
     formats: Sequence[str] = FORMATS,
     targets: Sequence[Target] = (),
 ) -> list[Path]:
-    """Prints the summary table of run folders, writes it and the figures into `out`, and returns the written files.
+    """Prints the summary tables of run folders, one for each data set, writes them and the figures into `out`, and
+    returns the written files.
 
     out: default `report/` beside the first run. formats: any of html (report.html, one page with everything), md,
     csv, tex (summary.*) and png, svg (the figures).
-    targets: scores, each {metric: value}; the table counts the rounds to these instead of each run's own target. A loss
-    is reached from above.
+    targets: scores, each {metric: value}; tables and figures use these instead of each run's own target. A loss is
+    reached from above.
     Warns about each folder that cannot be read and leaves it out. Says which groups a figure lacks. Removes files of an
     earlier report from `out` that this one does not write. Raises UserError if no folder is left, or if no run was
     measured in a target's metric.
@@ -59,43 +62,75 @@ def report(
     _require_measured(targets, runs)
     for problem in problems:
         warn(f"left out: {problem}")
-    groups = group_runs(runs)
-    summary = summarise(groups, targets)
-    console.print(summary.caption, style="bold", markup=False)
-    for table in summary.tables(console.width):
-        console.print("", table)
-    console.print()
+    tasks = by_task(group_runs(runs, targets))
+    summaries = [summarise(groups, targets) for groups in tasks.values()]
+    for summary in summaries:
+        _print(summary)
     try:
-        written = _write(out, formats, summary, groups, problems)
+        written = _write(out, formats, summaries, list(tasks.values()), problems)
     except OSError as error:
         raise RunError(f"{out} could not be written: {error}") from error
     say(f"written to {out}: {', '.join(path.name for path in written)}")
     return written
 
 
+def _print(summary: Summary) -> None:
+    console.print(summary.title, style="bold", markup=False)
+    for table in summary.tables(console.width):
+        console.print("", table)
+    if summary.note and console.is_terminal:  # elsewhere nothing is bold
+        console.print("", summary.note, style="dim", markup=False)
+    console.print()
+
+
 def _write(
-    out: Path, formats: Sequence[str], summary: Summary, groups: Sequence[Group], problems: Sequence[str]
+    out: Path,
+    formats: Sequence[str],
+    summaries: Sequence[Summary],
+    tasks: Sequence[Sequence[Group]],
+    problems: Sequence[str],
 ) -> list[Path]:
-    """Writes the files of these formats, removes the other files of an earlier report, and returns what was written."""
-    figures, lacking = _draw(groups) if _DRAWN & {*formats} else ({}, [])
+    """Writes the files of these formats, removes the other files of an earlier report, and returns what was written.
+
+    summaries, tasks: the table and the groups of each data set.
+    """
+    drawn, lacking = _draw(tasks) if _DRAWN & {*formats} else ([{} for _ in tasks], [])
     for line in lacking:
         say(line, "dim")
     out.mkdir(parents=True, exist_ok=True)
-    svgs, pictures = _render(figures, out if "png" in formats else None)
+    endings = _endings([summary.task for summary in summaries])
+    svgs, pictures = _render(drawn, endings, out if "png" in formats else None)
+    sections = [Section(*parts) for parts in zip(summaries, tasks, svgs, strict=True)]
+    named = [
+        (f"{name}{ending}.svg", text)
+        for texts, ending in zip(svgs, endings, strict=True)
+        for name, text in texts.items()
+    ]
     texts = {
-        "html": {"report.html": page(summary, groups, svgs, problems, lacking)},
-        "md": {"summary.md": summary.markdown()},
-        "csv": {"summary.csv": summary.csv()},
-        "tex": {"summary.tex": summary.latex()},
-        "svg": {f"{name}.svg": text for name, text in svgs.items()},
+        "html": {"report.html": page(sections, problems, lacking)},
+        "md": {"summary.md": "\n".join(summary.markdown() for summary in summaries)},
+        "csv": {"summary.csv": csv_text(summaries)},
+        "tex": {"summary.tex": "\n".join(summary.latex() for summary in summaries)},
+        "svg": dict(named),
     }
     asked = {name: text for kind in formats for name, text in texts.get(kind, {}).items()}
     for name, text in asked.items():
         replace_text(out / name, text)
     written = [*(out / name for name in asked), *pictures]
-    for stale in {out / name for name in _NAMES}.difference(written):
+    for stale in {path for pattern in _NAMES for path in out.glob(pattern)}.difference(written):
         stale.unlink(missing_ok=True)
     return written
+
+
+def _endings(tasks: Sequence[str]) -> list[str]:
+    """What each data set adds to the names of its figures' files: nothing if it is the only one."""
+    if len(tasks) == 1:
+        return [""]
+    slugs = [re.sub(r"[^\w-]+", "-", task).strip("-")[:60] for task in tasks]
+    return [
+        f".{slug}" if slug and slugs.count(slug) == 1 else f".{number}-{slug}".rstrip("-")
+        for number, slug in enumerate(slugs, 1)
+    ]
 
 
 def _beside(folder: Path) -> Path:
@@ -103,22 +138,33 @@ def _beside(folder: Path) -> Path:
     return folder.parent if folder.name not in ("", "..") else Path(realpath(folder)).parent
 
 
-def _render(figures: Mapping[str, Figure], out: Path | None) -> tuple[dict[str, str], list[Path]]:
-    """The figures as texts of SVG files, and as PNG files in a folder."""
-    svgs, pictures = {}, []
+def _render(
+    drawn: Sequence[Mapping[str, Figure]], endings: Sequence[str], out: Path | None
+) -> tuple[list[dict[str, str]], list[Path]]:
+    """The figures of each data set as texts of SVG files, and all of them as PNG files in a folder."""
+    svgs: list[dict[str, str]] = []
+    pictures = []
+    done, total = 0, sum(map(len, drawn))
     with stage("drawing the figures") as progress:
-        for done, (name, figure) in enumerate(figures.items()):
-            progress("figures", done, len(figures))
-            svgs[name] = svg(figure)
-            pictures += [save(figure, out / f"{name}.png")] if out else []
+        for figures, ending in zip(drawn, endings, strict=True):
+            svgs.append({})
+            for name, figure in figures.items():
+                progress("figures", done, total)
+                svgs[-1][name] = svg(figure)
+                pictures += [save(figure, out / f"{name}{ending}.png")] if out else []
+                done += 1
     return svgs, pictures
 
 
-def _draw(groups: Sequence[Group]) -> tuple[dict[str, Figure], list[str]]:
-    """The figures by the names of their files, and one line for each figure that lacks some groups."""
-    clients = client_figure(groups)
-    drawn = {**plots.figures(groups), **({} if clients is None else {"client_labels": clients})}
-    return drawn, [*plots.undrawn(groups), *without_clients(groups)]
+def _draw(tasks: Sequence[Sequence[Group]]) -> tuple[list[dict[str, Figure]], list[str]]:
+    """The figures of each data set by the names of their files, and one line for each figure that lacks some groups."""
+    drawn, lacking = [], []
+    for groups in tasks:
+        clients = client_figure(groups)
+        drawn.append({**plots.figures(groups), **({} if clients is None else {"client_labels": clients})})
+        prefix = f"{groups[0].task}: " if len(tasks) > 1 else ""
+        lacking += [f"{prefix}{line}" for line in (*plots.undrawn(groups), *without_clients(groups))]
+    return drawn, lacking
 
 
 def parse_target(text: str) -> Target:

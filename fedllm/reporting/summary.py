@@ -1,13 +1,12 @@
-"""The comparison of groups of runs as one table: for the terminal, Markdown, CSV and LaTeX."""
+"""The comparison of the groups of a data set as one table: for the terminal, Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import io
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -16,192 +15,189 @@ from rich.table import Table
 from rich.text import Text
 
 from fedllm.common.console import console
-from fedllm.reporting.groups import Group
+from fedllm.reporting.groups import Group, Target, legend
+from fedllm.reporting.quantities import (
+    COSTS,
+    REJECTED,
+    ROUNDS_TO_TARGET,
+    SCORES,
+    VECTORS,
+    Quantity,
+    best_groups,
+    rounds_to_target,
+    target_words,
+)
 from fedllm.reporting.text_tables import in_markdown, latex_table, markdown_table
-from fedllm.results.format import is_number, rounds_to
 from fedllm.results.names import metric_name, printable, setting_text
-from fedllm.results.run_record import RunRecord
+from fedllm.tasks.base import lower_is_better
 
-Target = dict[str, float]
-_NONE = "-"
-WORDS = ("task", "run", "score")  # the columns that hold words, not numbers
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """A number of a run: its key in the CSV file, its heading, its decimals (None: by size) and how to read it."""
-
-    key: str
-    heading: str
-    decimals: int | None
-    value: Callable[[RunRecord], float | None]
-
-
-def _total(name: str, unit: float = 1.0) -> Callable[[RunRecord], float]:
-    return lambda run: run.result["totals"][name] / unit
-
-
-def _best(run: RunRecord) -> float | None:
-    return run.best_score(run.primary)
-
-
-def _client_memory(run: RunRecord) -> float | None:
-    """The memory of a client while it trains, in megabytes (costs.client_memory). Older runs have none."""
-    held = run.result.get("client_memory_bytes")
-    return held / 1e6 if is_number(held) else None
-
-
-def _vectors(run: RunRecord) -> float | None:
-    """V(t): model-sized vectors that one sampled client sends and receives in a round (costs.vectors_per_round)."""
-    moved = run.result.get("vectors_per_round")
-    sent = moved.get("sent") if isinstance(moved, dict) else None
-    return sent if is_number(sent) else None
-
-
-_SCORES = (
-    Quantity("best", "best", 4, _best),
-    Quantity("final", "final", 4, lambda run: run.result["final"].get(run.primary)),
-)
-_COSTS = (
-    Quantity("mb_up", "MB up", None, _total("bytes_up", unit=1e6)),
-    Quantity("mb_down", "MB down", None, _total("bytes_down", unit=1e6)),
-    Quantity("seconds", "seconds", None, _total("seconds")),
-    Quantity("simulated_seconds", "simulated s", None, _total("simulated_seconds")),
-    Quantity("client_memory_mb", "client MB", None, _client_memory),
-)
-_REJECTED = Quantity("rejected", "rejected", None, lambda run: run.result["rejected"])
-_VECTORS = Quantity("vectors_per_round", "vectors", None, _vectors)
+WORDS = ("run", "score")  # the columns that hold words, not numbers
+_LONG = 8  # letters of a heading that stands on one line of a terminal
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The table, one row per group. caption: what all rows share. rows: as text. numbers: as in the CSV file."""
+    """The table of a data set, one row per group.
 
+    task: the data set's name. caption: what all rows share. rows: as text. best: (row, column) of the best values.
+    legend: the settings of numbered groups. note: which values are the best ones; "" if none are marked. numbers: as in
+    the CSV file.
+    """
+
+    task: str
     caption: str
     headings: list[str]
     rows: list[tuple[str, ...]]
-    numbers: list[dict[str, Any]]
+    best: frozenset[tuple[int, int]] = frozenset()
+    legend: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+    numbers: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """The data set and what all rows share."""
+        return f"{self.task}; {self.caption}" if self.caption else self.task
 
     def tables(self, width: int) -> list[Table]:
-        """The table for a terminal of this width, in as many parts as needed. Each part names the rows."""
-        named = self.headings.index("run") + 1
+        """The table for a terminal of this width, in as many parts as needed, each with the rows' names; and the
+        legend."""
         parts: list[list[int]] = [[]]
-        for column in range(named, len(self.headings)):
-            if parts[-1] and _width(self._table([*range(named), *parts[-1], column])) > width:
+        for column in range(1, len(self.headings)):
+            if parts[-1] and _width(self._table([0, *parts[-1], column])) > width:
                 parts.append([])
             parts[-1].append(column)
-        return [self._table([*range(named), *part]) for part in parts]
+        return [*(self._table([0, *part]) for part in parts), *([self._legend()] if self.legend else [])]
 
     def _table(self, columns: Sequence[int]) -> Table:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
         for column in columns:
-            if self.headings[column] in WORDS:
-                table.add_column(self.headings[column], max_width=36)
+            heading = self.headings[column]
+            if heading in WORDS:
+                table.add_column(heading, max_width=36)
             else:
-                table.add_column(self.headings[column], justify="right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*(Text(row[column]) for column in columns))
+                folded = heading.replace(" ", "\n", 1) if len(heading) > _LONG else heading
+                table.add_column(folded, justify="right", no_wrap=True)
+        for index, row in enumerate(self.rows):
+            styles = {column: "bold" if (index, column) in self.best else "" for column in columns}
+            table.add_row(*(Text(row[column], style) for column, style in styles.items()))
+        return table
+
+    def _legend(self) -> Table:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, settings in self.legend.items():
+            table.add_row(Text(name), Text(settings))
         return table
 
     def markdown(self) -> str:
-        """A Markdown table under its caption."""
-        return f"{in_markdown(self.caption)}.\n\n{markdown_table(self.headings, self.rows, WORDS)}"
-
-    def csv(self) -> str:
-        """The numbers, unrounded: mean and sample standard deviation over seeds, empty where there is none."""
-        file = io.StringIO()
-        writer = csv.DictWriter(file, list(self.numbers[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.numbers)
-        return file.getvalue()
+        """A Markdown table under its title, with the legend below."""
+        below = [f"- {in_markdown(name)}: {in_markdown(settings)}\n" for name, settings in self.legend.items()]
+        parts = [f"{in_markdown(self.title)}.\n", markdown_table(self.headings, self.rows, WORDS, bold=self.best)]
+        parts += ["".join(below)] if below else []
+        return "\n".join([*parts, *([f"{self.note}\n"] if self.note else [])])
 
     def latex(self) -> str:
-        """A tabular for the booktabs package."""
-        return f"% {self.caption}; needs \\usepackage{{booktabs}}\n{latex_table(self.headings, self.rows, WORDS)}"
+        """A tabular for the booktabs package, with the legend as comments and below them the table."""
+        above = [f"{name}: {settings}" for name, settings in self.legend.items()]
+        comments = [f"{self.title}; needs \\usepackage{{booktabs}}", *above, *([self.note] if self.note else [])]
+        return "".join(f"% {line}\n" for line in comments) + latex_table(
+            self.headings, self.rows, WORDS, bold=self.best
+        )
+
+
+def csv_text(summaries: Sequence[Summary]) -> str:
+    """The numbers of all data sets, unrounded: mean and sample standard deviation over seeds, empty where there is
+    none."""
+    rows = [row for summary in summaries for row in summary.numbers]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
 
 
 def summarise(groups: Sequence[Group], targets: Sequence[Target] = ()) -> Summary:
-    """The table of groups. Task, metric and target stand in the caption if all groups share them, else in columns. A
-    column counts rejected uploads if there were any.
+    """The table of the groups of one data set. Metric and target stand in the caption if all groups share them, else in
+    a column. A column counts rejected uploads if there were any.
 
-    targets: as for `report`.
+    targets: as for `report`. Those in metrics of other data sets have no column.
     """
+    columns: list[tuple[str, Callable[[Group], str], Quantity | None]] = [
+        ("run", lambda group: group.label, None),
+        ("score", lambda group: _score(group, targets), None),
+        *((quantity.heading, quantity.cell, quantity) for quantity in _rounds_columns(groups, targets)),
+        *((quantity.heading, quantity.cell, quantity) for quantity in SCORES),
+        ("seeds", lambda group: str(len(group.runs)), None),
+        *((quantity.heading, quantity.cell, quantity) for quantity in _costs(groups)),
+    ]
+    scores = {_score(group, targets) for group in groups}
+    if shared := len(scores) == 1:
+        columns.pop(1)
+    several = any(len(group.runs) > 1 for group in groups)
+    caption = [*(scores if shared else ()), *(["mean ± standard deviation over seeds"] if several else [])]
+    marked = {
+        (row, number)
+        for number, (_, _, quantity) in enumerate(columns)
+        if quantity is not None and quantity.best
+        for row in best_groups(quantity, groups)
+    }
+    return Summary(
+        task=groups[0].task,
+        caption="; ".join(caption),
+        headings=[heading for heading, _, _ in columns],
+        rows=[tuple(cell(group) for _, cell, _ in columns) for group in groups],
+        best=frozenset(marked),
+        legend=legend(groups),
+        note=_direction(groups) if marked else "",
+        numbers=[_numbers(group, targets) for group in groups],
+    )
+
+
+def _rounds_columns(groups: Sequence[Group], targets: Sequence[Target]) -> list[Quantity]:
+    if not targets:
+        return [ROUNDS_TO_TARGET]
+    asked = map(rounds_to_target, targets)
+    return [found for found in asked if any(found.measured(run) for group in groups for run in group.runs)]
+
+
+def _costs(groups: Sequence[Group]) -> tuple[Quantity, ...]:
     any_rejected = any(run.result["rejected"] for group in groups for run in group.runs)
-    costs = (_REJECTED, *_COSTS) if any_rejected else _COSTS
-    rounds: dict[str, Callable[[Group], str]] = {
-        f"rounds to {_in_words(target)}": partial(_rounds_to, target=target) for target in targets
-    }
-    columns: dict[str, Callable[[Group], str]] = {
-        "task": lambda group: group.task,
-        "run": lambda group: group.label,
-        "score": _score,
-        **(rounds or {"rounds to target": lambda group: _rounds_to(group, group.target)}),
-        **{quantity.heading: partial(_spread, quantity) for quantity in _SCORES},
-        "seeds": lambda group: str(len(group.runs)),
-        **{quantity.heading: partial(_spread, quantity) for quantity in costs},
-    }
-    cells = {heading: [cell(group) for group in groups] for heading, cell in columns.items()}
-    caption = [cells.pop(heading)[0] for heading in ("task", "score") if len(set(cells[heading])) == 1]
-    if any(len(group.runs) > 1 for group in groups):
-        caption.append("mean ± standard deviation over seeds")
-    rows = list(zip(*cells.values(), strict=True))
-    numbers = [_numbers(group, targets) for group in groups]
-    return Summary("; ".join(caption) or "runs by task", list(cells), rows, numbers)
+    return (REJECTED, *COSTS) if any_rejected else COSTS
 
 
-def _in_words(target: Target) -> str:
-    return ", ".join(f"{metric_name(name)} {setting_text(value)}" for name, value in target.items())
+def _direction(groups: Sequence[Group]) -> str:
+    metrics = dict.fromkeys(group.metric for group in groups)
+    higher = [metric_name(metric) for metric in metrics if metric and not lower_is_better(metric)]
+    lower = [metric_name(metric) for metric in metrics if lower_is_better(metric)]
+    least = ", ".join([*lower, "rounds, bytes, seconds and memory"])
+    highest = f"the highest {', '.join(higher)}; " if higher else ""
+    return f"Bold: the best mean of the finished runs ({highest}the lowest {least})."
 
 
-def _rounds_to(group: Group, target: Target) -> str:
-    """The mean number of rounds if every seed reached the target, else ">N", the rounds of the shortest run that did
-    not. A dash where a seed was not measured in that metric."""
-    if not target or any(name not in run.result["final"] for name in target for run in group.runs):
-        return _NONE
-    reached = [rounds_to(target, run.rounds) for run in group.runs]
-    found = [rounds for rounds in reached if rounds is not None]
-    if len(found) == len(reached):
-        return _mean_and_deviation(found, 1 if len(reached) > 1 else 0)
-    missed = zip(group.runs, reached, strict=True)
-    without = min(run.result["rounds"] for run, rounds in missed if rounds is None)
-    return f">{without} ({len(found)} of {len(reached)} reached)" if len(reached) > 1 else f">{without}"
-
-
-def _spread(quantity: Quantity, group: Group) -> str:
-    values = _all_or_none(map(quantity.value, group.runs))
-    return _mean_and_deviation(values, quantity.decimals) if values else _NONE
-
-
-def _all_or_none(values: Iterable[float | None]) -> list[float]:
-    """The values if every run has one, else none: a mean over the successful runs alone would be biased."""
-    found = list(values)
-    numbers = [value for value in found if value is not None]
-    return numbers if len(numbers) == len(found) else []
-
-
-def _mean_and_deviation(values: Sequence[float], decimals: int | None) -> str:
-    mean = statistics.fmean(values)
-    if decimals is None:
-        decimals = 0 if mean >= 100 else 1 if mean >= 10 else 2
-    deviation = f" ± {statistics.stdev(values):,.{decimals}f}" if len(values) > 1 else ""
-    return f"{mean:,.{decimals}f}{deviation}"
+def _score(group: Group, targets: Sequence[Target]) -> str:
+    """The headline metric and the target: 'accuracy, target 0.8'; 'accuracy, target F1 0.7' if on another metric.
+    Targets that were asked for have columns of their own."""
+    own = {} if targets else group.own_target
+    words = [
+        setting_text(value) if name == group.metric else target_words({name: value}) for name, value in own.items()
+    ]
+    return ", ".join([metric_name(group.metric) or "not evaluated yet", *(f"target {text}" for text in words)])
 
 
 def _numbers(group: Group, targets: Sequence[Target]) -> dict[str, Any]:
     """The row of the CSV file."""
-    reached = [rounds_to(group.target, run.rounds) for run in group.runs]
+    reached = [ROUNDS_TO_TARGET.value(run) for run in group.runs]
     row: dict[str, Any] = {
-        "task": group.task, "run": group.name, "note": group.note, "metric": printable(group.metric),
-        "target": " ".join(f"{printable(name)}={setting_text(value)}" for name, value in group.target.items()),
+        "task": group.task, "run": group.name, "settings": group.settings, "note": group.note,
+        "metric": printable(group.metric),
+        "target": " ".join(f"{printable(name)}={setting_text(value)}" for name, value in group.own_target.items()),
         "seeds": " ".join(str(run.seed) for run in group.runs),
         "rounds": max(run.result["rounds"] for run in group.runs), "reached": len(reached) - reached.count(None),
     }  # fmt: skip
-    row |= _moments("rounds_to_target", _all_or_none(reached))
-    for target in targets:
-        key = "_".join(f"{name}_{setting_text(value)}" for name, value in target.items())
-        row |= _moments(f"rounds_to_{key}", _all_or_none(rounds_to(target, run.rounds) for run in group.runs))
-    for quantity in (*_SCORES, _REJECTED, *_COSTS, _VECTORS):
-        row |= _moments(quantity.key, _all_or_none(map(quantity.value, group.runs)))
+    asked = [rounds_to_target(target) for target in targets]
+    for quantity in (ROUNDS_TO_TARGET, *asked, *SCORES, REJECTED, *COSTS, VECTORS):
+        row |= _moments(quantity.key, quantity.values(group))
     return row
 
 
@@ -210,15 +206,6 @@ def _moments(key: str, values: Sequence[float]) -> dict[str, float | None]:
         f"{key}_mean": statistics.fmean(values) if values else None,
         f"{key}_std": statistics.stdev(values) if len(values) > 1 else None,
     }
-
-
-def _score(group: Group) -> str:
-    """The headline metric and the target: 'accuracy, target 0.8'; 'accuracy, target F1 0.7' if on another metric."""
-    targets = [
-        setting_text(value) if name == group.metric else _in_words({name: value})
-        for name, value in group.target.items()
-    ]
-    return ", ".join([metric_name(group.metric) or "not evaluated yet", *(f"target {text}" for text in targets)])
 
 
 def _width(table: Table) -> int:

@@ -71,11 +71,6 @@ def settings_key(settings: dict[tuple[str, str], Any]) -> str:
     return json.dumps(named, sort_keys=True, default=str)
 
 
-def recipe_key(recipe: Sections) -> str:
-    """A text that is equal for recipes that differ only in the seed."""
-    return settings_key(compared(recipe))
-
-
 def _exact(value: Any) -> Any:
     """Converts 1.0 to 1 at every depth of `value`. The text "1" stays different from the number 1."""
     if isinstance(value, dict):

@@ -14,7 +14,8 @@ from fedllm.algorithms import canonical_name
 from fedllm.common.errors import UserError
 from fedllm.config.recipe import own_keys
 from fedllm.results.checks import older_start, require_agreement, require_totals
-from fedllm.results.format import COSTS, LOSS, Sections, is_number, outcome, recipe_key, totals
+from fedllm.results.data_digests import read_digests, with_digests
+from fedllm.results.format import COSTS, LOSS, Sections, is_number, outcome, totals
 from fedllm.results.names import printable
 from fedllm.results.run_files import Clients, Costs, DamagedError, RecipeKeys, Result, RoundLine, checked
 from fedllm.results.run_record import ClientData, RunRecord
@@ -40,22 +41,24 @@ def load_run(folder: str | Path) -> RunRecord:
         else:
             start = start or dict.fromkeys(COSTS, 0)
             result = _so_far(rounds, recipe, start)
-        clients = _read_clients(folder / "partition.json")
+        partition = _read_partition(folder / "partition.json")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{folder}: cannot be read: {error}") from error
     except RecursionError:
         raise UserError(f"{folder}: cannot be read: nested too deep; damaged") from None
     except DamagedError as error:
         raise UserError(f"{folder}: {error}") from None
-    return RunRecord(folder, recipe, rounds, result, start, clients)
+    clients = ClientData(partition["sizes"], partition["classes"], partition["counts"] or []) if partition else None
+    return RunRecord(folder, recipe, rounds, result, start, clients, read_digests(folder, partition))
 
 
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[RunRecord], list[str]]:
     """Reads the runs in `folders`. Returns them, and one line per omitted folder with the folder and the reason.
 
-    A folder given twice counts once. Two kinds of run are omitted among runs of the same recipe. First, a second run
-    of a seed, because it would count as one more seed; a finished run has priority over an unfinished one. Second, a
-    run whose partition.json shows other data than that of the first run.
+    A folder given twice counts once. Two kinds of run are omitted among runs of the same recipe and data. First, a
+    second run of a seed, because it would count as one more seed; a finished run has priority over an unfinished one.
+    Second, a run whose partition.json shows other clients than that of the first run. A run without digests of its data
+    gets those of the runs with the same data settings, if these agree.
     """
     runs: list[RunRecord] = []
     problems: list[str] = []
@@ -64,22 +67,21 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[RunRecord], list[str]
             runs.append(load_run(folder))
         except UserError as error:
             problems.append(printable(str(error)))
-    by_recipe: dict[str, list[RunRecord]] = {}
+    runs = with_digests(runs)
+    by_key: dict[str, list[RunRecord]] = {}
     for run in sorted(runs, key=lambda run: not run.finished):
-        others = by_recipe.setdefault(recipe_key(run.recipe), [])
+        others = by_key.setdefault(run.key, [])
         same_seed = next((other for other in others if _stands_for(other, run)), None)
         first = next((other for other in others if other.clients), run) if run.clients else run
         if same_seed:
-            problems.append(
-                printable(f"{run.folder}: the same recipe and seed as {same_seed.folder}, which stands for both")
-            )
+            why = f"the same recipe and seed as {same_seed.folder}, which is used instead"
+            problems.append(printable(f"{run.folder}: {why}"))
         elif first.clients != run.clients:
-            problems.append(
-                printable(f"{run.folder}: the same recipe as {first.folder}, but over other data: see partition.json")
-            )
+            why = f"the same recipe as {first.folder}, but with other clients' data (partition.json differs)"
+            problems.append(printable(f"{run.folder}: {why}"))
         else:
             others.append(run)
-    chosen = {id(run) for members in by_recipe.values() for run in members}
+    chosen = {id(run) for members in by_key.values() for run in members}
     return [run for run in runs if id(run) in chosen], problems
 
 
@@ -118,7 +120,7 @@ def _foreign(folder: Path) -> str:
     if not folder.is_dir():
         return "not a folder"
     if next(folder.glob("*/recipe.yaml"), None):
-        return f"not a run folder, but it holds some; name them: {folder}/*"
+        return f"not a run folder, but it holds run folders; name these: {folder}/*"
     return "not a run folder: it has no recipe.yaml"
 
 
@@ -162,14 +164,15 @@ def _read_start(path: Path) -> dict[str, float] | None:
     return checked(_read_json(path), Costs, path.name) if path.is_file() else None
 
 
-def _read_clients(path: Path) -> ClientData | None:
+def _read_partition(path: Path) -> dict[str, Any] | None:
+    """The content of partition.json, or None if the run's version of fedllm wrote no such file."""
     if not path.is_file():
         return None
-    found = checked(_read_json(path), Clients, path.name)
+    found: dict[str, Any] = checked(_read_json(path), Clients, path.name)
     counts, classes = found["counts"] or [], found["classes"]
     if counts and (len(counts) != len(found["sizes"]) or any(len(row) != len(classes) for row in counts)):
         raise DamagedError("partition.json: counts has another form than clients x classes; damaged")
-    return ClientData(found["sizes"], classes, counts)
+    return found
 
 
 def _read_json(path: Path) -> Any:

@@ -100,11 +100,12 @@ class Result(TypedDict):
 
 
 class Clients(TypedDict):
-    """partition.json: the number of samples per client and class."""
+    """partition.json: the number of samples per client and class. Older runs have no digests of their data in it."""
 
     sizes: Annotated[list[Count], Field(min_length=1, description="a list of whole numbers")]
     classes: Annotated[list[str], Field(description="a list of words")]
     counts: Annotated[list[list[Count]] | None, Field(description="null or a list of whole numbers for each client")]
+    data: NotRequired[Annotated[dict[str, str], Field(description="a digest for each split")]]
 
 
 @cache

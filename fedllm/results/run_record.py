@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from fedllm.results.format import Axis, Sections, is_number
+from fedllm.results.format import Axis, Sections, compared, is_number, settings_key
 from fedllm.results.names import printable
 from fedllm.results.run_files import Result
 
+DATA_FILES = (("data", "train"), ("data", "validation"))
 MADE_WITH = (("machine", "precision"), ("versions", "fedllm"))
+_GENERIC = ("train", "training", "data")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class RunRecord:
 
     recipe: the sections of recipe.yaml. rounds: the lines of metrics.jsonl. result: result.json; for an unfinished run
     the same keys, computed from the rounds so far. start: COSTS before round 1.
-    clients: None if there is no partition.json.
+    clients: None if there is no partition.json. data: sha256 of the splits "training" and "validation"; {} if
+    unknown.
     """
 
     folder: Path
@@ -41,6 +44,15 @@ class RunRecord:
     result: Result
     start: dict[str, float]
     clients: ClientData | None = None
+    data: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """A text that is equal for runs that differ in nothing but the seed. The files of known data may have moved."""
+        settings = compared(self.recipe)
+        if self.data:
+            settings = {where: value for where, value in settings.items() if where not in DATA_FILES}
+        return settings_key(settings | {("digest", name): value for name, value in self.data.items()})
 
     @property
     def finished(self) -> bool:
@@ -67,10 +79,22 @@ class RunRecord:
         return printable(self.recipe["algorithm"]["name"])
 
     @property
-    def task(self) -> str:
-        """A short name of the data set or of the training file."""
+    def data_path(self) -> tuple[str, ...]:
+        """The data set as parts of a path: only one for data.title and for a name of a hub or package."""
         data = self.recipe["data"]
-        return printable(str(data.get("name") or Path(str(data.get("train"))).name).removeprefix("package:"))
+        if data.get("title"):
+            return (printable(str(data["title"])),)
+        name = str(data.get("name") or "")
+        if name and not name.startswith(("/", ".", "~")):
+            return (printable(name.removeprefix("package:")),)
+        path = Path(name or str(data.get("train")))
+        return tuple(printable(part) for part in path.parts if part != path.anchor)
+
+    @property
+    def task(self) -> str:
+        """A short name of the data set. A file that is called "train" or alike is named with its folder."""
+        path = self.data_path
+        return "/".join(path[-2 if Path(path[-1]).stem in _GENERIC else -1 :])
 
     @property
     def primary(self) -> str:

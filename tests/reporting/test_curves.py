@@ -15,16 +15,16 @@ from PIL import Image
 
 from fedllm.reporting import curves as plots
 from fedllm.reporting.client_labels import client_figure, without_clients
-from fedllm.reporting.curves import figures, undrawn
+from fedllm.reporting.curves import captions, figures, undrawn
 from fedllm.reporting.run_curves import plot_run, subtitle
 from fedllm.reporting.style import COLOURS, apart, save, svg
 from fedllm.results.reader import load_run
 
 
-def test_seeds_are_joined_where_all_were_measured():
+def test_a_seed_that_has_ended_keeps_its_last_value():
     x, seeds = plots._together([([1, 2, 4], [0.0, 1.0, 3.0]), ([2, 3], [5.0, 7.0])])
-    assert x.tolist() == [2, 3]
-    assert seeds.tolist() == [[1, 2], [5, 7]]
+    assert x.tolist() == [2, 3, 4]
+    assert seeds.tolist() == [[1, 2, 3], [5, 7, 7]]
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=10), st.floats(0.01, 0.1))
@@ -48,16 +48,13 @@ def test_names_of_close_lines_do_not_overlap(tmp_path):
         assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
-def test_a_panel_a_task_and_a_figure_an_axis(tmp_path):
-    folders = [make_run(tmp_path / task, task=f"glue/{task}") for task in ("sst2", "rte", "qnli", "cola")]
-    folders.append(make_run(tmp_path / "waiting", task="glue/wnli", scores=(None,), finished=False))
+def test_a_figure_an_axis_with_the_data_set_on_it(tmp_path):
+    folders = [make_run(tmp_path / name, algorithm=name) for name in ("fedavg", "scaffold")]
+    folders.append(make_run(tmp_path / "waiting", scores=(None,), finished=False))
     drawn = figures(groups_of(*folders))
     assert list(drawn) == ["score_by_round", "score_by_traffic", "score_by_time", "train_loss"]
-    panels = {
-        name: [axes.get_title("left") for axes in figure.axes if axes.get_visible()] for name, figure in drawn.items()
-    }
-    assert panels["score_by_round"] == ["glue/sst2", "glue/rte", "glue/qnli", "glue/cola"]
-    assert panels["train_loss"] == [*panels["score_by_round"], "glue/wnli"]
+    assert [[axes.get_title("left") for axes in figure.axes] for figure in drawn.values()] == [["glue/sst2"]] * 4
+    assert [len(lines_of(figure.axes[0])) for figure in drawn.values()] == [2, 2, 2, 2]
 
 
 def test_where_nothing_was_evaluated_only_the_loss_is_drawn(tmp_path):
@@ -124,17 +121,40 @@ def test_the_band_reaches_from_the_lowest_seed_to_the_highest(tmp_path):
         assert list(lines_of(axes)[COLOURS[0]].get_ydata()) == pytest.approx([0.2, 0.6, 0.7])
 
 
-def test_over_time_the_seeds_meet_where_both_have_been(tmp_path):
-    """Rounds of 10 s and of 20 s: 10, 20, 30 and 20, 40, 60 s. Both from 20 s to 30 s; the second is 0.3 at 30 s."""
+def test_over_time_a_line_ends_at_the_mean_of_the_final_scores(tmp_path):
+    """Rounds of 10 s and of 20 s: 10, 20, 30 and 20, 40, 60 s. The first seed keeps 0.6 from 30 s on."""
     folders = [make_run(tmp_path / str(i), scores=(0.2, 0.4, 0.6), seed=i, simulated=10.0 * (i + 1)) for i in range(2)]
-    drawn = figures(groups_of(*folders))
+    groups = groups_of(*folders)
+    drawn = figures(groups)
     (axes,) = drawn["score_by_time"].axes
     assert axes.get_xlabel() == "simulated run time (s)"
-    assert [line.get_linestyle() for line in axes.lines if line.get_xdata()[-1:] == [60]] == [":"]
     said = {name: "".join(text.get_text() for text in figure.axes[0].texts) for name, figure in drawn.items()}
-    assert [name for name, text in said.items() if "dotted: seeds that go on" in text] == ["score_by_time"]
-    assert np.array(band(axes)) == pytest.approx(np.array([(20, 0.2, 0.4), (30, 0.3, 0.6)]))
-    assert list(lines_of(axes)[COLOURS[0]].get_ydata()) == pytest.approx([0.3, 0.45])
+    assert [name for name, text in said.items() if "has ended keeps its last value" in text] == ["score_by_time"]
+    assert [name for name, text in captions(groups).items() if "keeps its last value" in text] == ["score_by_time"]
+    expected = [(20, 0.2, 0.4), (30, 0.3, 0.6), (40, 0.4, 0.6), (60, 0.6, 0.6)]
+    assert np.array(band(axes)) == pytest.approx(np.array(expected))
+    assert list(lines_of(axes)[COLOURS[0]].get_ydata()) == pytest.approx([0.3, 0.45, 0.5, 0.6])
+
+
+def test_the_order_of_the_names_over_time_is_that_of_the_final_scores(tmp_path):
+    """The best group has one quick seed, which ends when its scores are still low in the slow one."""
+    best = [make_run(tmp_path / f"a{i}", scores=(0.1, 0.2, 0.9), seed=i, simulated=10.0 ** (i + 1)) for i in range(2)]
+    other = make_run(tmp_path / "b", algorithm="fedavg", scores=(0.1, 0.6, 0.7), simulated=50.0)
+    for name, figure in figures(groups_of(*best, other)).items():
+        if name.startswith("score"):
+            heights = {text.get_text(): text.xy[1] for text in figure.axes[0].texts if hasattr(text, "xy")}
+            assert heights["fadamgc"] == pytest.approx(0.9)
+            assert heights["fedavg"] == pytest.approx(0.7)
+
+
+def test_captions_say_on_which_samples_the_scores_were_measured(tmp_path):
+    whole = groups_of(make_run(tmp_path / "a"))
+    cut = groups_of(make_run(tmp_path / "b", "data.max_validation=300"))
+    assert captions(whole)["score_by_round"] == "Scores on the whole validation split."
+    expected = "Scores on at most 300 samples of the validation split (data.max_validation)."
+    assert captions(cut)["score_by_round"] == expected
+    assert captions(cut)["score_by_time"].startswith(f"{expected} A round takes")
+    assert "validation" not in captions(cut)["train_loss"]
 
 
 def test_client_drift_and_the_spread_of_v(tmp_path):

@@ -15,7 +15,7 @@ from made_runs import groups_of, make_run
 
 from fedllm.reporting.groups import group_runs
 from fedllm.reporting.inline_svg import VARIABLES
-from fedllm.reporting.page import page
+from fedllm.reporting.page import Section, page
 from fedllm.reporting.report import report
 from fedllm.reporting.summary import summarise
 from fedllm.results.reader import read_runs
@@ -81,12 +81,13 @@ def test_the_page_has_tables_figures_settings_and_what_was_left_out(full):
     elements = Elements(full.read_text())
     assert not elements.open
     titles = [text.strip() for text in elements.texts["h2"]]
-    assert titles == ["Scores and costs", "Figures", "Runs", "Settings", "Left out"]
+    parts = [f"{task}: {part}" for task in ("glue/sst2", HOSTILE) for part in ("Scores and costs", "Figures")]
+    assert titles == [*parts, "Runs", "Settings", "Left out"]
     assert {
         "Score over rounds", "Score over bytes", "Score over simulated time", "Training loss", "Client drift",
         "Spread of v between clients", "Clients' labels",
     } < {*elements.texts["h3"]}  # fmt: skip
-    assert elements.count()["svg"] == elements.count()["figure"] == 7
+    assert elements.count()["svg"] == elements.count()["figure"] == 7 + 4
     cells = elements.texts["td"]
     assert "0.8000 ± 0.0000" in cells
     assert "50.0 ± 0.0" in cells  # client memory
@@ -97,7 +98,7 @@ def test_the_page_has_tables_figures_settings_and_what_was_left_out(full):
 
 def test_settings_are_those_shared_and_those_of_each_group(tmp_path):
     folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", algorithm="fedavg", finished=False)]
-    text = page(summarise(groups := groups_of(*folders)), groups, {}, [], [])
+    text = page([Section(summarise(groups := groups_of(*folders)), groups, {})], [], [])
     settings = text[text.index('id="settings"') :]
     shared, first, second = settings.split("<dl>")[1:]
     assert "<b>rank</b> 16</span>" in shared
@@ -166,4 +167,4 @@ def test_a_browser_shows_what_was_written(full, tmp_path):
 def test_a_page_of_one_run_without_an_evaluation(tmp_path):
     folder = make_run(tmp_path / "a", scores=(None,), finished=False)
     groups = group_runs(read_runs([folder])[0])
-    assert "not evaluated yet" in page(summarise(groups), groups, {}, [], [])
+    assert "not evaluated yet" in page([Section(summarise(groups), groups, {})], [], [])

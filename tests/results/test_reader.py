@@ -9,9 +9,9 @@ import yaml
 from made_runs import SCORES, make_run
 
 from fedllm.reporting.groups import group_runs
-from fedllm.reporting.page import page
+from fedllm.reporting.page import Section, page
 from fedllm.reporting.report import report
-from fedllm.reporting.summary import summarise
+from fedllm.reporting.summary import csv_text, summarise
 from fedllm.results.reader import load_run, read_runs
 
 
@@ -200,7 +200,7 @@ def test_no_value_in_a_result_or_a_round_is_more_than_a_report_can_bear(tmp_path
             runs, problems = read_runs([good, bad])
             assert len(runs) + len(problems) == 2
             summary = summarise(group_runs(runs))
-            for written in (summary.markdown(), summary.csv(), summary.latex(), *problems):
+            for written in (summary.markdown(), csv_text([summary]), summary.latex(), *problems):
                 assert "\x1b" not in written
                 written.encode()
 
@@ -240,7 +240,7 @@ def test_what_is_no_run_folder_is_told_apart(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     _, problems = read_runs([tmp_path / "runs", waiting, tmp_path / "notes.txt"])
     assert [text.split(": ", 1)[1] for text in problems] == [
-        f"not a run folder, but it holds some; name them: {tmp_path}/runs/*",
+        f"not a run folder, but it holds run folders; name these: {tmp_path}/runs/*",
         "no round has finished yet",
         "not a folder",
     ]
@@ -260,7 +260,9 @@ def test_runs_of_one_recipe_over_other_data_are_not_seeds_of_one_another(tmp_pat
     folders = [make_run(tmp_path / str(seed), seed=seed, counts=first if seed < 2 else other) for seed in range(3)]
     runs, problems = read_runs([*folders, make_run(tmp_path / "older", seed=3)])
     assert [run.seed for run in runs] == [0, 1, 3]
-    assert problems == [f"{folders[2]}: the same recipe as {folders[0]}, but over other data: see partition.json"]
+    assert problems == [
+        f"{folders[2]}: the same recipe as {folders[0]}, but with other clients' data (partition.json differs)"
+    ]
 
 
 # Runs of an earlier version, whose recipes said run.cohort
@@ -293,4 +295,4 @@ def test_runs_of_an_earlier_version_are_seeds_of_the_same_recipe_under_one_name(
         }  # fmt: skip
     (group,) = groups = group_runs(runs)
     assert len(group.runs) == 2
-    assert "cohort" not in page(summarise(groups), groups, {}, [], [])
+    assert "cohort" not in page([Section(summarise(groups), groups, {})], [], [])

@@ -19,17 +19,21 @@ def make_run(
     target: float | None = 0.85, seed=0, finished=True, torn=False, simulated=3.0, memory: int | None = 50_000_000,
     counts: Sequence[Sequence[int]] = (), classes: Sequence[str] = ("negative", "positive"),
     start: dict[str, float] | None = None, precision: str | None = None, version: str | None = None,
+    train: str | None = None, digests: Sequence[str] = (), checkpoint: bool = False,
     **measures: Sequence[object],
 ) -> Path:  # fmt: skip
     """A run folder; round t sends 1000 bytes up, 500 down, and takes 2 s, simulated 3 s.
 
     scores: the headline metric of each round, None for a round without an evaluation. memory: client_memory_bytes, None
     as in an older run. counts [N, classes]: of partition.json, which older runs lack. start: start.json, the same.
-    precision, version: what result.json tells of the machine and of fedllm. measures: more of each round.
+    precision, version: what result.json tells of the machine and of fedllm. train: data.train, instead of a task.
+    digests: of the training and the validation split, in partition.json, or with `checkpoint` in a checkpoint alone, as
+    in an older run. measures: more of each round.
     """
     folder.mkdir(parents=True)
     given_recipe = folder / "recipe.yaml"
-    given_recipe.write_text(yaml.safe_dump({"data": {"name": task}, "algorithm": {"name": algorithm}}))
+    data = {"train": train} if train else {"name": task}
+    given_recipe.write_text(yaml.safe_dump({"data": data, "algorithm": {"name": algorithm}}))
     wanted = "null" if target is None else f"{{{metric}: {target}}}"
     more = (f"run.seed={seed}", f"eval.target={wanted}", f"federation.rounds={len(scores)}")
     given_recipe.write_text(load_recipe(given_recipe, [*more, *overrides]).yaml())
@@ -43,9 +47,14 @@ def make_run(
         lines.append(line)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + ('{"round": 99, "train_l' if torn else ""))
-    if counts:
+    known = {"data": dict(zip(("training", "validation"), digests, strict=True))} if digests else {}
+    if checkpoint:
+        (folder / "checkpoints" / "000004").mkdir(parents=True)
+        (folder / "checkpoints" / "000004" / "manifest.json").write_text(json.dumps({"facts": known}))
+    if counts or (digests and not checkpoint):
         share = {"sizes": [sum(row) for row in counts], "classes": list(classes), "counts": [list(r) for r in counts]}
-        (folder / "partition.json").write_text(json.dumps(share))
+        share |= {} if counts else {"sizes": [4], "counts": None}
+        (folder / "partition.json").write_text(json.dumps(share | ({} if checkpoint else known)))
     if start:
         (folder / "start.json").write_text(json.dumps(start))
     if finished:
@@ -79,6 +88,6 @@ def groups_of(*folders: Path):
     return group_runs(runs)
 
 
-def column(groups, heading: str) -> list[str]:
-    summary = summarise(groups)
+def column(groups, heading: str, targets=()) -> list[str]:
+    summary = summarise(groups, targets)
     return [row[summary.headings.index(heading)] for row in summary.rows]
