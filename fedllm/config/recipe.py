@@ -166,6 +166,10 @@ FREE_KEYS = frozenset(
 )
 # Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
 CHOSEN_KEYS = ("stacked_clients", "slices")
+# Settings whose "auto" a run replaces by its choice in its recipe.yaml; runs that chose differently are not comparable.
+DECIDED_KEYS = frozenset({("model", "head")})
+# Keys that recipe.yaml of an earlier version lacks, with the value that says what that version did.
+_LATER_KEYS = {("model", "head"): "new"}
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 
 
@@ -213,8 +217,9 @@ def make_recipe(values: Mapping[str, Any], name: str, where: str) -> Recipe:
 
 
 def own_keys(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a section, such as an earlier version wrote them, under the keys that the aliases stand for."""
-    return {ALIASES.get((section, key), key): value for key, value in values.items()}
+    """The values of a section, such as an earlier version wrote them, under the keys of this version."""
+    later = {key: value for (place, key), value in _LATER_KEYS.items() if place == section}
+    return later | {ALIASES.get((section, key), key): value for key, value in values.items()}
 
 
 def _algorithm(values: Mapping[str, Any], table: Mapping[str, Any], where: str) -> dict[str, Any]:
