@@ -48,7 +48,7 @@ def _partition(arguments: argparse.Namespace) -> int:
     from fedllm.config.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)  # before torch is loaded
-    from fedllm.common.console import say, stage
+    from fedllm.common.console import say, say_all, stage
     from fedllm.config.own_files import require_own_files
     from fedllm.data.loading import load_dataset
     from fedllm.data.partition_file import get_partition, partition_name, write_partition
@@ -56,8 +56,7 @@ def _partition(arguments: argparse.Namespace) -> int:
     require_own_files(recipe)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
         dataset = load_dataset(recipe.data, recipe.run.local_hub, progress)
-    for note in dataset.notes:
-        say(note, "dim")
+    say_all(dataset.notes, dataset.warnings)
     parts = get_partition(recipe.partition, dataset)
     path = arguments.out or Path("partitions") / partition_name(recipe.partition, dataset)
     write_partition(path, parts, recipe.partition, dataset)

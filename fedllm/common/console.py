@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -24,9 +24,20 @@ def warn(text: str) -> None:
     say(text, "yellow")
 
 
+def say_all(notes: Iterable[str], warnings: Iterable[str]) -> None:
+    """Prints notes about choices that were made, then warnings."""
+    for note in notes:
+        say(note, "dim")
+    for warning in warnings:
+        warn(f"warning: {warning}")
+
+
 @contextmanager
-def stage(what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A stage of preparation; yields progress(what, done, total). Says what took longer than two seconds."""
+def stage(what: str, at_once: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A stage of preparation; yields progress(what, done, total). Says what took longer than two seconds.
+
+    at_once: says what it does when it begins; on a terminal every stage does.
+    """
     began = last = time.monotonic()
 
     def progress(doing: str, done: int, total: int) -> None:
@@ -39,6 +50,8 @@ def stage(what: str) -> Iterator[Callable[[str, int, int], None]]:
         with console.status(what):
             yield progress
     else:
+        if at_once:
+            say(what, "dim")
         yield progress
     if (took := time.monotonic() - began) > _QUIET_SECONDS:
         say(f"{what}: {took:.1f} s", "dim")

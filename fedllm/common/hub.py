@@ -53,11 +53,16 @@ def find_local(kind: Kind, name: str, hub: str | None = None) -> Path | None:
     """
     if name.startswith(PACKAGE):
         return package_path(name)
-    if (path := Path(name).expanduser()).exists():
-        return path
+    if not is_hub_name(name):
+        return Path(name).expanduser()
     if (root := local_hub(hub)) and (path := root / kind / name).exists():
         return path
     return None
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name is one of the hub, or of a local hub, and neither a path nor in a package."""
+    return not name.startswith(PACKAGE) and not Path(name).expanduser().exists()
 
 
 def not_found(kind: Kind, name: str, hub: str | None, cause: BaseException | str) -> UserError:

@@ -198,6 +198,10 @@ FREE_KEYS = frozenset(
 ) | {("data", "title")}
 # Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
 CHOSEN_KEYS = ("stacked_clients", "slices")
+# Settings whose "auto" a run replaces by its choice in its recipe.yaml; runs that chose differently are not comparable.
+DECIDED_KEYS = frozenset({("model", "head")})
+# Keys that recipe.yaml of an earlier version lacks, with the value that says what that version did.
+_LATER_KEYS = {("model", "head"): "new"}
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 
 
@@ -266,9 +270,10 @@ def _check_sections(values: Mapping[str, Any], where: str) -> None:
 
 
 def own_keys(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a section, such as an earlier version wrote them, under the keys that the aliases stand for, and
-    with the stable name of the algorithm."""
-    own = {ALIASES.get((section, key), key): value for key, value in values.items()}
+    """The values of a section, such as an earlier version wrote them, under the keys of this version and with the stable
+    name of the algorithm."""
+    later = {key: value for (place, key), value in _LATER_KEYS.items() if place == section}
+    own = later | {ALIASES.get((section, key), key): value for key, value in values.items()}
     if section == "algorithm" and isinstance(name := own.get("name"), str):
         own["name"] = canonical_name(name)
     return own

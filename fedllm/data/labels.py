@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from fedllm.common.errors import UserError
+from fedllm.common.errors import UserError, shown
 from fedllm.data.tables import Table
 
 KEY = "data.label"
+FEW_FRACTIONS, FEW_CLASSES = 0.1, 20  # a regression with at most these looks like classes
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -20,10 +21,12 @@ class Coding:
 
     names: class names in the order of their ids; () for a regression.
     declared: whether the values are class ids that the data set declares. If not, they are class names.
+    doubts: warnings about how the values were understood.
     """
 
     names: tuple[str, ...]
     declared: bool = False
+    doubts: tuple[str, ...] = ()
 
     def encode(self, table: Table, label: str) -> np.ndarray:
         """A column as int64 ids or float32 targets [n]. Raises UserError that names the first invalid row."""
@@ -37,13 +40,12 @@ class Coding:
         else:
             ids = {name: index for index, name in enumerate(self.names)}
             codes = [ids.get(_class_name(v)) for v in values]
-            shown = ", ".join(self.names[:20]) + (", ..." if len(self.names) > 20 else "")
-            expected = f"a class of the training split: {shown}"
+            names = ", ".join(map(shown, self.names[:20])) + (", ..." if len(self.names) > 20 else "")
+            expected = f"a class of the training split: {names}"
         if None in codes:
             row = codes.index(None)
-            raise UserError(
-                f"{table.source}, row {row + 1}, column '{label}': found {values[row]!r}, expected {expected}"
-            )
+            found = shown(repr(values[row]))
+            raise UserError(f"{table.source}, row {row + 1}, column '{label}': found {found}, expected {expected}")
         return np.array(codes, np.int64 if self.names else np.float32)
 
 
@@ -62,20 +64,38 @@ def learn_coding(table: Table, label: str, regression: bool | None = None) -> Co
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise UserError(f"{where}: found values of type {found}; expected text, whole numbers or numbers")
     if regression and not numeric:
-        raise UserError(f"{where}: found {values[0]!r}, expected numbers, as data.regression=true says")
-    if regression is None:
-        regression = numeric and not all(type(value) is int or value.is_integer() for value in values)
-    if regression:
-        return Coding(())
+        raise UserError(f"{where}: found {shown(repr(values[0]))}, expected numbers, as data.regression=true says")
+    fractions = [row for row, value in enumerate(values, 1) if not _is_whole(value)] if numeric else []
+    if regression or (regression is None and fractions):
+        return Coding((), doubts=() if regression else _few_fractions(where, values, fractions))
     names = tuple(map(_class_name, sorted(set(values))))
     for row, name in enumerate(map(_class_name, values), 1):
         if not name.strip() or name.encode("utf-8", "replace").decode() != name:
-            raise UserError(f"{where}, row {row}: found {name!r}, expected a class's name in readable text")
+            raise UserError(f"{where}, row {row}: found {shown(repr(name))}, expected a class's name in readable text")
     if len(names) < 2:
-        raise UserError(f"{where}: every row has the label '{names[0]}'; expected two classes or more")
+        raise UserError(f"{where}: every row has the label '{shown(names[0])}'; expected two classes or more")
     if len(values) >= 100 and len(names) > len(values) / 2:
         raise UserError(f"{where}: {len(names)} classes in {len(values)} rows; {KEY} must name a column of classes")
     return Coding(names)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and value.is_integer())
+
+
+def _few_fractions(where: str, values: list[Any], fractions: list[int]) -> tuple[str, ...]:
+    """A warning if a few fractions made a regression of a column that else looks like classes.
+
+    fractions: the rows, from 1, with a value that is not whole.
+    """
+    share, whole = len(fractions) / len(values), {value for value in values if _is_whole(value)}
+    if share > FEW_FRACTIONS or len(whole) > FEW_CLASSES:
+        return ()
+    row = fractions[0]
+    return (
+        f"{where}: {len(fractions):,} of {len(values):,} labels are not whole numbers, the first is {values[row - 1]} "
+        f"in row {row}, so this is a regression; for classes, correct them or set data.regression=false",
+    )
 
 
 def _class_name(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,12 @@ from fedllm.common.console import ProgressCallback
 from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
 from fedllm.common.seeding import numpy_rng
+from fedllm.data.arrow_files import Columns
 from fedllm.data.known_datasets import KNOWN_DATASETS, KnownDataset
 from fedllm.data.labels import Coding, learn_coding
-from fedllm.data.tables import READERS, Columns, Table, read_table
+from fedllm.data.repeats import first_with_same_text
+from fedllm.data.review import review
+from fedllm.data.tables import READERS, Table, read_table
 
 if TYPE_CHECKING:
     from fedllm.data.settings import DataSettings
@@ -33,11 +36,13 @@ class Split:
 
     texts: one or two columns of n texts. labels: int64 class ids or float32 targets [n].
     columns: the table's other columns by name, each with n values (partition.column names one of them).
+    rows: the row of each example in its file, from 1, int64 [n]; None for a split that was not read from a file.
     """
 
     texts: list[list[str]]
     labels: np.ndarray
     columns: Columns
+    rows: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -46,7 +51,8 @@ class Split:
         """The examples at `rows`, in that order."""
         picked = rows.tolist()
         texts = [[column[row] for row in picked] for column in self.texts]
-        return Split(texts, self.labels[rows], {k: [v[row] for row in picked] for k, v in self.columns.items()})
+        columns = {name: [values[row] for row in picked] for name, values in self.columns.items()}
+        return Split(texts, self.labels[rows], columns, None if self.rows is None else self.rows[rows])
 
     def fingerprint(self) -> str:
         """sha256 of the texts and labels, the same on every machine."""
@@ -63,7 +69,7 @@ class Dataset:
     """The two splits of a data set and the meaning of their labels.
 
     classes: class names in the order of their ids; () if labels are numbers. fingerprint: that of the training split.
-    notes: messages to the user about changes made while reading.
+    notes: messages to the user about choices made while reading. warnings: about data that may not be as meant.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Dataset:
     classes: tuple[str, ...]
     fingerprint: str
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def load_dataset(
@@ -82,7 +89,7 @@ def load_dataset(
     With `name` (a known data set, one of the local or the Hugging Face hub, a folder or a file), `train` and
     `validation` name its splits. Without `name`, `train` and `validation` are files or folders.
     Without a validation split, a random fraction `holdout` of the training split is held out, per class if there are
-    classes. Then max_train and max_validation select uniform random subsets.
+    classes; rows with the same text stay together. Then max_train and max_validation select uniform random subsets.
     Labels: if the data set declares classes, their ids do not change. Otherwise, and with `regression`, see
     labels.learn_coding.
 
@@ -102,22 +109,28 @@ def load_dataset(
     clean = known.clean if known else list
     texts = {role: [clean(table.texts(column)) for column in text] for role, table in tables.items()}
     coding = _coding(settings, known, tables, label)
-    splits = {
-        role: Split(texts[role], coding.encode(table, label), table.without(*text, label))
-        for role, table in tables.items()
-    }
+    splits = {role: _split(table, texts[role], coding, text, label) for role, table in tables.items()}
+    notes = [note for table in tables.values() for note in table.notes]
     seed = settings.holdout_seed
     if "validation" not in splits:
-        splits["train"], splits["validation"] = _hold_out(splits["train"], settings.holdout, seed)
+        splits["train"], splits["validation"], repeats = _hold_out(splits["train"], settings.holdout, seed)
+        notes += repeats
     train = _subset(splits["train"], settings.max_train, seed, "train")
+    validation = _subset(splits["validation"], settings.max_validation, seed, "validation")
+    doubts = [] if known else [*coding.doubts, *review(train, validation, coding.names)]
     return Dataset(
         name=settings.name or Path(str(settings.train)).stem,
         train=train,
-        validation=_subset(splits["validation"], settings.max_validation, seed, "validation"),
+        validation=validation,
         classes=coding.names,
         fingerprint=train.fingerprint(),
-        notes=tuple(note for table in tables.values() for note in table.notes),
+        notes=tuple(notes),
+        warnings=tuple(doubts),
     )
+
+
+def _split(table: Table, texts: list[list[str]], coding: Coding, text: Sequence[str], label: str) -> Split:
+    return Split(texts, coding.encode(table, label), table.without(*text, label), np.arange(1, len(table) + 1))
 
 
 def _coding(settings: DataSettings, known: KnownDataset | None, tables: dict[str, Table], label: str) -> Coding:
@@ -157,12 +170,17 @@ def _pick_splits(settings: DataSettings, known: KnownDataset | None, read: Reade
     """The functions that read the "train" split and, unless it is held out of it, the "validation" split."""
     if settings.name is None:
         paths = {"train": settings.train, "validation": settings.validation}
-        return {role: _file_reader(f"data.{role}", path, read) for role, path in paths.items() if path}
+        files = {role: _find_file(f"data.{role}", path) for role, path in paths.items() if path}
+        if "validation" in files and files["validation"].samefile(files["train"]):
+            raise _same_source(settings)
+        return {role: partial(read, path) for role, path in files.items()}
     found = _find_splits(settings.name, known, read, local_hub)
     wanted = {"train": settings.train or "train"}
     default = known.validation if known else "validation"
     if settings.validation or default in found:
         wanted["validation"] = settings.validation or default
+        if wanted["validation"] == wanted["train"]:
+            raise _same_source(settings)
     for role, split in wanted.items():
         if split not in found:
             raise UserError(
@@ -172,11 +190,18 @@ def _pick_splits(settings: DataSettings, known: KnownDataset | None, read: Reade
     return {role: found[split] for role, split in wanted.items()}
 
 
-def _file_reader(key: str, name: str, read: Reader) -> Callable[[], Table]:
+def _find_file(key: str, name: str) -> Path:
     path = hub.find_local("datasets", name)
     if path is None:
         raise UserError(f"{key}={name}: no such file or folder ({Path(name).expanduser().absolute()})")
-    return partial(read, path)
+    return path
+
+
+def _same_source(settings: DataSettings) -> UserError:
+    return UserError(
+        f"data.train={settings.train} and data.validation={settings.validation} are the same samples, expected others; "
+        f"without data.validation, the fraction data.holdout of the training samples is held out"
+    )
 
 
 def _find_splits(name: str, known: KnownDataset | None, read: Reader, local_hub: str | None) -> Readers:
@@ -210,23 +235,28 @@ def _find_hub_splits(name: str, known: KnownDataset | None, local_hub: str | Non
     return {split: partial(read, split) for split in found}
 
 
-def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
-    """Splits off a random `fraction` of the rows; returns the remaining rows and the held-out rows.
+def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split, list[str]]:
+    """Splits off a random `fraction` of the texts; returns the remaining rows, the held-out rows and notes.
 
-    Per class, at least one row remains, and at least one is held out if the class has two or more.
+    Rows with the same text, which may have different labels, are on the same side; they count as the first one. Per
+    class, at least one text remains, and at least one is held out if the class has two or more.
     """
+    first = first_with_same_text(split.texts)
+    distinct = first == np.arange(len(split))
     strata = split.labels if split.labels.dtype == np.int64 else np.zeros(len(split), np.int64)
     held = np.zeros(len(split), bool)
     for stratum in np.unique(strata):
-        rows = np.flatnonzero(strata == stratum)
+        rows = np.flatnonzero((strata == stratum) & distinct)
         count = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
         held[numpy_rng(seed, "holdout", int(stratum)).permutation(rows)[:count]] = True
     if not held.any():
         raise UserError(
-            f"data.holdout={fraction}: found {len(split)} rows, one of each class, too few to hold any out; "
+            f"data.holdout={fraction}: found {len(split)} rows with one text per class, too few to hold any out; "
             f"give data.validation"
         )
-    return split.take(np.flatnonzero(~held)), split.take(np.flatnonzero(held))
+    held, repeats = held[first], int((~distinct).sum())
+    note = f"{repeats:,} of {len(split):,} rows repeat the text of another row; the hold-out keeps equal texts together"
+    return split.take(np.flatnonzero(~held)), split.take(np.flatnonzero(held)), [note] if repeats else []
 
 
 def _subset(split: Split, limit: int | None, seed: int, role: str) -> Split:

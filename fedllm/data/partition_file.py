@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedllm.common.errors import UserError
+from fedllm.common.errors import UserError, shown
 from fedllm.common.schema import build, nearest
 from fedllm.data.partitioning import partition, stratify, summary
 from fedllm.data.settings import PartitionSettings
@@ -163,7 +163,7 @@ def _draw(settings: PartitionSettings, dataset: Dataset) -> list[np.ndarray]:
             raise UserError(
                 f"partition.column={settings.column}: the training split of '{dataset.name}' has no such column"
                 f"{nearest(str(settings.column), list(columns))}; its columns, besides those of text and label: "
-                f"{', '.join(columns) or 'none'}"
+                f"{', '.join(map(shown, columns)) or 'none'}"
             )
         column = columns[settings.column]
         _require_values(column, settings, dataset)
@@ -181,16 +181,14 @@ def _draw(settings: PartitionSettings, dataset: Dataset) -> list[np.ndarray]:
 
 
 def _require_values(column: list[Any], settings: PartitionSettings, dataset: Dataset) -> None:
-    """Raises UserError that shows the text of the first sample without a value.
-
-    A row number would not help: after the hold-out and subsets it differs from the row number in the file.
-    """
+    """Raises UserError that names the first sample without a value by its row in the file."""
     missing = [sample for sample, value in enumerate(column) if value is None or value != value]
     if missing:
+        rows = dataset.train.rows
+        first = "" if rows is None else f", the first is row {rows[missing[0]]} of {dataset.name}"
         raise UserError(
-            f"partition.column={settings.column}: {len(missing)} of {len(column)} training samples of '{dataset.name}' "
-            f"have no value, the first is {_short(dataset.train.texts[0][missing[0]])!r}; every sample must belong to "
-            f"a client"
+            f"partition.column={settings.column}: {len(missing):,} of {len(column):,} training samples have no value"
+            f"{first}; every sample must belong to a client: fill them in or drop these rows"
         )
 
 

@@ -43,7 +43,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe and all objects built from it, ready for the first step."""
+    """A recipe and all objects built from it, ready for the first step.
+
+    recipe: with the model.head that was chosen, where it was "auto".
+    """
 
     recipe: Recipe
     machine: Machine
@@ -57,6 +60,11 @@ class Job:
     problem: LoraProblem
     info: RoundInfo
     stacked_clients: int
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was chosen for the user while the data and the model were read."""
+        return (*self.dataset.notes, f"head: {self.backbone.start}")
 
     @property
     def setup(self) -> Setup:
@@ -103,9 +111,10 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     parts = get_partition(recipe.partition, dataset)
     _check_parts(parts, recipe)
     recipe = recipe.for_clients(len(parts))
-    with stage(f"loading {recipe.model.name}"):
+    with stage(f"loading {recipe.model.name}", at_once=True):
         backbone = load_backbone(recipe.model, task.head, local_hub=hub, seed=recipe.run.seed)
         model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed).to(machine.device)
+    recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
     _check_length(recipe, backbone)
     with stage("tokenizing") as progress:
         source = (recipe.data, recipe.model.name, hub)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Column, Table
 
+from fedllm.common.errors import shown
 from fedllm.experiment.build import Job, run_folder
+from fedllm.experiment.records import partition_summary
 from fedllm.federation.costs import client_memory, traffic, vectors_per_round
 from fedllm.models.quantization import frozen_size
+
+_CLASSES, _SITES = 10, 5  # the most classes named, and of many sites the largest and the smallest ones
 
 
 def plan_table(job: Job) -> Table:
@@ -25,10 +30,13 @@ def plan_table(job: Job) -> Table:
         "model": f"{recipe.model.name} ({job.backbone.source}), {frozen:,} frozen parameters",
         "trainable parameters": f"{dim:,} (LoRA rank {lora.rank} on {', '.join(lora.targets)}, and the head)",
         "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
+        "head": str(job.backbone.start),
         "data": f"{job.dataset.name}: {len(job.dataset.train):,} training, {len(job.dataset.validation):,} validation "
         f"samples, {job.task.describe()}",
+        **_classes(job),
         "clients": f"{len(job.parts)}, {info.sampled} a round, {info.tracked} of them tracked",
         "samples per client": f"min {sizes.min():,}, median {int(np.median(sizes)):,}, max {sizes.max():,}",
+        **_sites(job, sizes),
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
         "bytes a round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
@@ -37,11 +45,33 @@ def plan_table(job: Job) -> Table:
         "runs on": f"{processes}{where}, {machine.precision}, {job.stacked_clients} clients together",
         "rows": _rows(job),
         "run folder": str(run_folder(recipe)),
+        **{f"note {number}": note for number, note in enumerate(job.dataset.notes, 1)},
+        **{f"warning {number}": text for number, text in enumerate(job.dataset.warnings, 1)},
     }
     table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
-        table.add_row(f"[bold]{name}[/]", value)
+        table.add_row(f"[bold]{name}[/]", escape(value))
     return table
+
+
+def _classes(job: Job) -> dict[str, str]:
+    """The largest classes with their training samples; nothing where targets are no classes."""
+    train = job.dataset.train
+    if (counts := job.task.class_counts(train, [np.arange(len(train))])) is None:
+        return {}
+    ranked = sorted(zip(counts[0], job.task.classes, strict=True), key=lambda pair: -pair[0])
+    named = [f"'{shown(name)}' {count:,} ({count / len(train):.0%})" for count, name in ranked[:_CLASSES]]
+    return {"classes": ", ".join(named) + (f" and {len(ranked) - _CLASSES:,} more" if len(ranked) > _CLASSES else "")}
+
+
+def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
+    """The largest and the smallest clients by name, where a column's values name the clients."""
+    if (names := partition_summary(job)["names"]) is None:
+        return {}
+    ranked = [f"'{shown(names[client])}' {sizes[client]:,}" for client in np.argsort(-sizes, kind="stable")]
+    if len(ranked) <= 2 * _SITES:
+        return {"sites": ", ".join(ranked)}
+    return {"sites": f"{', '.join(ranked[:_SITES])}, ..., {', '.join(ranked[-_SITES:])}"}
 
 
 def _rows(job: Job) -> str:

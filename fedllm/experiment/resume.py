@@ -10,7 +10,7 @@ from typing import Any
 
 from fedllm.common.console import say
 from fedllm.common.errors import UserError
-from fedllm.config.recipe import CHOSEN_KEYS, FREE_KEYS, Recipe, own_keys
+from fedllm.config.recipe import CHOSEN_KEYS, DECIDED_KEYS, FREE_KEYS, Recipe, own_keys
 from fedllm.config.yaml_layers import parse_yaml
 from fedllm.distributed.process_group import restarted
 from fedllm.experiment.build import Job
@@ -44,6 +44,7 @@ def check_folder(folder: Path, recipe: Recipe) -> None:
         for old in [before.get(section, {})]
         for key in {*values, *old}
         if (section, key) not in free and old.get(key) != values.get(key)
+        if not ((section, key) in DECIDED_KEYS and values.get(key) == "auto")
     ]
     if differing:
         listed = "\n  ".join(sorted(differing))
@@ -80,7 +81,7 @@ def check_data(job: Job, facts: RunFacts, folder: Path) -> None:
 
 
 def as_before(recipe: Recipe, facts: RunFacts | None) -> Recipe:
-    """The recipe with the stacked_clients and slices that the run began with, or that memory forced since.
+    """The recipe with the head, stacked_clients and slices that the run began with, or that memory forced since.
 
     With these values the resumed run gives the same bits, also on a machine where "auto" would choose other values.
     """
@@ -90,4 +91,4 @@ def as_before(recipe: Recipe, facts: RunFacts | None) -> Recipe:
     for name, value in before.items():
         if (now := getattr(recipe.run, name)) not in ("auto", value):
             say(f"run.{name}={now} is for a new run; this one goes on with {value}")
-    return replace(recipe, run=replace(recipe.run, **before))
+    return replace(recipe, run=replace(recipe.run, **before), model=replace(recipe.model, head=facts.head))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedllm.common.console import RoundProgress, console, say, warn
+from fedllm.common.console import RoundProgress, console, say, say_all, warn
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replace_text
 from fedllm.common.profiling import Profile, end_round, running, section
@@ -134,8 +134,7 @@ def _run(recipe: Recipe, folder: Path, cache: ReadCache | None, executor: Execut
     job = build_together(as_before(recipe, facts), cache, executor)
     if facts is not None:
         check_data(job, facts, folder)
-    for note in job.dataset.notes:
-        say(note, "dim")
+    say_all(job.notes, job.dataset.warnings)
     executor.on_first(lambda: _describe(job, folder))
     files = executor.share_folder(empty_folder(folder / _CLIENTS, executor))
     if facts is None:

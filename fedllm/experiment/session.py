@@ -66,6 +66,7 @@ def begin(job: Job, folder: Path, executor: Executor, files: Path) -> Session:
         labels=list(job.task.classes),
         start=executor.on_first(lambda: start_costs(job, time.perf_counter() - began)),
         shares=shares,
+        head=job.backbone.start.setting,
     )
     return Session(job, folder, executor, state, facts, [])
 

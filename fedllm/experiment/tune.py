@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from fedllm.common.console import console, say, stage
+from fedllm.common.console import console, say, say_all, stage
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replace_text
 from fedllm.config.recipe import ALIASES, CHOSEN_KEYS, Recipe, load_recipe
@@ -69,8 +69,7 @@ def tune(path: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) ->
     executor = executor_for(recipe.run)
     say_notes(recipe)
     job = build_together(recipe, None, executor)
-    for note in job.dataset.notes:
-        say(note, "dim")
+    say_all(job.notes, job.dataset.warnings)
     work = Work.of(job, executor)
     *searched, best = search(work, recipe.run.slices)
     console.print(table(searched, best, work))

@@ -24,6 +24,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 LABELS = "labels.json"
 QUANTIZATION = "quantization.json"
+BASE_CONFIG = "base_config.json"
+_OF_LOADING = ("dtype", "quantization_config")  # keys of a config that say how the base was loaded here
 
 
 def save_adapter(
@@ -31,15 +33,18 @@ def save_adapter(
 ) -> Path:
     """Writes LoRA and head as a PEFT folder and returns its path.
 
-    If the model's config names its outputs, the folder also holds labels.json (index -> name). If a tokenizer is given,
-    the folder holds it too. Plain PEFT reads the folder and gives the same outputs. For a sequence classifier:
+    base_config.json is the base's config with the number and names of the outputs and the pad token, which an adapter's
+    own config has no place for. (A folder with a config.json would be a whole model to transformers.) If the config
+    names the outputs, labels.json holds the names (index -> name). If a tokenizer is given, the folder holds it too.
+    Plain transformers or PEFT read the folder and give the same outputs. For a sequence classifier:
 
-        base = AutoModelForSequenceClassification.from_pretrained(base_name, num_labels=...)
-        PeftModel.from_pretrained(base, folder)
+        config = AutoConfig.from_pretrained(f"{folder}/base_config.json")
+        AutoModelForSequenceClassification.from_pretrained(folder, config=config)
+        AutoPeftModelForSequenceClassification.from_pretrained(folder, id2label=config.id2label)
 
-    A GPT-2 or Llama base first needs `config.pad_token_id`, as everywhere with transformers. For a quantised base,
-    quantization.json holds the arguments of the `BitsAndBytesConfig` that loads the same base. The folder is written
-    under a temporary name and then renamed, so that a reader never finds a part of it. An existing adapter is replaced.
+    For a quantised base, quantization.json holds the arguments of the `BitsAndBytesConfig` that loads the same base.
+    The folder is written under a temporary name and then renamed, so that a reader never finds a part of it. An
+    existing adapter is replaced.
 
     Raises UserError if `folder` exists and is not an adapter.
     """
@@ -161,6 +166,8 @@ def _split(model: PeftModel, stored: dict[str, Tensor], path: Path) -> dict[str,
 def _write(model: PeftModel, folder: Path, base_name: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
     save_file(adapter_tensors(model), folder / WEIGHTS, metadata={"format": "pt"})
     adapter_config(model, base_name).save_pretrained(str(folder))
+    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _OF_LOADING}
+    (folder / BASE_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     labels = dict(model.config.id2label)
     if labels != {i: f"LABEL_{i}" for i in labels}:
         (folder / LABELS).write_text(json.dumps(labels, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -26,6 +26,7 @@ from fedllm.common import hub
 from fedllm.common.errors import UserError
 from fedllm.common.quiet import quiet
 from fedllm.common.seeding import derive
+from fedllm.models.head_start import HeadStart, Loaded, choose_start
 from fedllm.models.quantization import keep_as_stored
 from fedllm.models.settings import ModelSettings
 from fedllm.models.sources import ask_hub, cached_folder, check_quantize, find_model
@@ -42,6 +43,7 @@ class Backbone:
     name: as the user wrote it. source: the folder or GGUF file it was read from, or "hub" (Hugging Face cache or hub).
     head: paths of the task head's modules, all of which are trained. task_type: PEFT's name for this kind of head.
     max_length: the number of tokens that the model has positions for, or None if it has no limit.
+    base_name: the base model in adapter_config.json, see `_base_name`. start: whether the checkpoint's head is kept.
     """
 
     model: PreTrainedModel
@@ -51,24 +53,22 @@ class Backbone:
     head: tuple[str, ...]
     task_type: str
     max_length: int | None
-
-    @property
-    def base_name(self) -> str:
-        """The base model's name in adapter_config.json: `name`, or the folder of a model inside a Python package."""
-        return self.name if self.source == "hub" or not self.name.startswith("package:") else str(self.source)
+    base_name: str = ""
+    start: HeadStart = HeadStart(False, "random values")
 
 
 def load_backbone(model: ModelSettings, head: Head, *, local_hub: str | None = None, seed: int = 0) -> Backbone:
     """Loads the model called `model.name` (see `fedllm.common.hub`), with the head of a task.
 
-    If `model.pretrained` is false, all weights are random. Otherwise only those that the checkpoint lacks are (the
-    head). Random weights are drawn from (seed, 'model-init'); the global random state does not change. Dropout of
-    attention probabilities is off; the other dropout rates are the model's own, or `model.dropout`.
+    If `model.pretrained` is false, all weights are random. Otherwise only those that the checkpoint lacks are. Random
+    weights are drawn from (seed, 'model-init'); the global random state does not change. `head_start.choose_start` says
+    whether a head that the checkpoint has is kept. Dropout of attention probabilities is off; the other dropout rates
+    are the model's own, or `model.dropout`.
 
     Padding is on the right.
 
     Raises UserError: the name is found nowhere, weights are missing or incomplete, transformers has no such head for
-    this model, the dropout is not usable, or the quantisation is not possible.
+    this model, the dropout is not usable, the quantisation is not possible, or there is no head that can be kept.
     """
     if model.dropout is not None and not 0 <= model.dropout < 1:
         raise UserError(f"model.dropout: found {model.dropout}, expected null or a rate in [0, 1)")
@@ -116,21 +116,35 @@ def _load(
     tokenizer = AutoTokenizer.from_pretrained(where, **options)
     with _draws_from(seed):
         if model.pretrained:
-            net, absent = _pretrained(model, head, config, where, options)
+            net, loaded = _pretrained(model, head, config, where, options)
         else:
-            net, absent = _random(model, head, config), []
+            net, loaded = _random(model, head, config), Loaded()
     paths = find_head(net)
-    if absent:
-        paths = _trained_anew(model.name, net, paths, absent)
+    if loaded.absent:
+        paths = _trained_anew(model.name, net, paths, loaded.absent)
+    start = choose_start(
+        model, net, paths, loaded, head, lambda: AutoConfig.from_pretrained(where, **options).id2label or {}
+    )
     _set_padding(model.name, net, tokenizer)
     net.config.use_cache = False
     net.requires_grad_(False).train(False)
-    return Backbone(net, tokenizer, model.name, source, paths, head.task_type, _max_length(net))
+    base = _base_name(model.name, source)
+    return Backbone(net, tokenizer, model.name, source, paths, head.task_type, _max_length(net), base, start)
+
+
+def _base_name(name: str, source: Path | Literal["hub"]) -> str:
+    """A hub id, also of a model in the local hub, or else an absolute path, for adapter_config.json.
+
+    The path leads to the model's folder. To load a GGUF file from it, transformers also needs `gguf_file`.
+    """
+    if source == "hub" or hub.is_hub_name(name):
+        return name
+    return str((source.parent if source.is_file() else source).resolve())
 
 
 def _pretrained(
     model: ModelSettings, head: Head, config: PreTrainedConfig, where: str, options: dict[str, Any]
-) -> tuple[PreTrainedModel, list[str]]:
+) -> tuple[PreTrainedModel, Loaded]:
     """The checkpoint's model, and the names of the parameters that the checkpoint lacks or has in another shape."""
     if model.quantize != "none":
         options = {**options, "quantization_config": _quantization(model, head, config)}
@@ -139,7 +153,7 @@ def _pretrained(
     options = {"dtype": _DTYPES[model.dtype], "ignore_mismatched_sizes": True, "output_loading_info": True, **options}
     net, info = _auto_class(head).from_pretrained(where, config=config, **options)
     keep_as_stored(net)
-    return net, sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    return net, Loaded(frozenset(info["missing_keys"]), frozenset(key for key, *_ in info["mismatched_keys"]))
 
 
 def _random(model: ModelSettings, head: Head, config: PreTrainedConfig) -> PreTrainedModel:

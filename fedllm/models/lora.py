@@ -39,8 +39,9 @@ def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> Pef
     dtype of the backbone.
 
     Initial values, where i counts the LoRA tensors and, apart from them, the head tensors:
-    A ~ U(-1/sqrt(in), 1/sqrt(in)) from (seed, 'lora-init', i); B = 0; the head's Linear weights
-    ~ N(0, initializer_range) from (seed, 'head-init', i); the head's biases = 0.
+    A ~ U(-1/sqrt(in), 1/sqrt(in)) from (seed, 'lora-init', i); B = 0; a new head's Linear weights
+    ~ N(0, initializer_range) from (seed, 'head-init', i); its biases = 0. A head that `backbone.start` keeps has the
+    checkpoint's values.
     GPT-2's fused projection is first split (`structure.SplitQKV`), so that the key projection gets no LoRA.
 
     Raises UserError: rank < 1 or above a projection's smaller side, alpha <= 0, dropout outside [0, 1), an unknown
@@ -54,7 +55,7 @@ def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> Pef
     found = attentions(model, backbone.name) if roles == {"output"} else split_fused(model, backbone.name)
     targets = [getattr(attention, role) for attention in found for role in ROLES if role in roles]
     _check_rank(model, lora.rank, targets)
-    _start_head(model, backbone.head, seed)
+    _start_head(model, backbone, seed)
     names = [name for name, _ in model.named_modules()]
     config = LoraConfig(
         task_type=TaskType(backbone.task_type),
@@ -132,13 +133,18 @@ def _check_trained(adapted: PeftModel, backbone: Backbone, targets: list[str]) -
         raise UserError(f"model '{backbone.name}': PEFT cannot tell modules apart: {', '.join(sorted(surplus))}")
 
 
-def _start_head(model: nn.Module, head: tuple[str, ...], seed: int) -> None:
-    """Converts the head to float32 and initialises its Linear layers; its other parameters keep their values."""
+def _start_head(model: nn.Module, backbone: Backbone, seed: int) -> None:
+    """Converts the head to float32 and, unless the checkpoint's is kept, initialises its Linear layers.
+
+    Its other parameters keep their values.
+    """
     std = getattr(model.config, "initializer_range", 0.02)
     ordinals = itertools.count()
-    for path in head:
+    for path in backbone.head:
         module = model.get_submodule(path).float()
         module.register_forward_pre_hook(_in_float32)
+        if backbone.start.kept:
+            continue
         for name, parameter in module.named_parameters():
             ordinal, (owner, _, kind) = next(ordinals), name.rpartition(".")
             if isinstance(module.get_submodule(owner), nn.Linear):

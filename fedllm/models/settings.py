@@ -16,6 +16,10 @@ class ModelSettings:
     pretrained: bool = setting(True, "load its weights; false asks for a random start")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of the frozen weights")
     quantize: Literal["none", "4bit", "8bit"] = setting("none", "bitsandbytes quantisation of the frozen weights")
+    head: Literal["auto", "keep", "new"] = setting(
+        "auto",
+        "first values of the head: auto = the checkpoint's where its classes are the data's, else new random ones",
+    )
     dropout: float | None = setting(None, "rate of the model's own dropout layers; null = the model's own rates")
 
 

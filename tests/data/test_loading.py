@@ -14,6 +14,7 @@ import pytest
 from repository import REPO
 
 from fedllm.common.errors import UserError
+from fedllm.common.seeding import numpy_rng
 from fedllm.data.known_datasets import KNOWN_DATASETS, strip_newsgroups
 from fedllm.data.loading import Split, load_dataset
 from fedllm.data.settings import DataSettings
@@ -83,7 +84,7 @@ def test_each_kind_of_file_gives_the_same_task(tmp_path, suffix):
 
 
 def test_pairs_and_other_columns(tmp_path):
-    rows = [("a", "b", 1, "north", 7), ("c", "d", 0, "south", 8)] * 2
+    rows = [("a", "b", 1, "north", 7), ("c", "d", 0, "south", 8), ("a", "d", 1, "north", 7), ("c", "b", 0, "west", 9)]
     columns = ("question", "answer", "y", "site", "id")
     task = task_of(tmp_path / "t.csv", rows, columns, text=["question", "answer"], label="y", holdout=0.5)
     both = [
@@ -105,7 +106,7 @@ def test_pairs_and_other_columns(tmp_path):
     ],
 )
 def test_classes_are_the_sorted_distinct_values(tmp_path, values, names):
-    task = task_of(tmp_path / "t.json", [(f"t{i}", value) for i, value in enumerate(values)] * 2)
+    task = task_of(tmp_path / "t.json", [(f"t{i}", value) for i, value in enumerate(values * 2)])
     assert task.classes == names
 
 
@@ -158,18 +159,18 @@ def test_splits_may_be_of_different_formats(tmp_path):
     [
         ("t.csv", "", ["t.csv", "empty"]),
         ("t.csv", "text,label\n", ["t.csv", "no rows"]),
-        ("t.csv", "txt,label\na,b\n", ["data.text", "no column 'text'", "did you mean 'txt'", "txt, label"]),
+        ("t.csv", "txt,label\na,b\n", ["data.text", "no column 'text'", "did you mean 'txt'", "'txt', 'label'"]),
         ("t.csv", "text,lable\na,b\n", ["data.label", "no column 'label'", "did you mean 'lable'"]),
-        ("t.csv", "text,label\na,b\n,c\n", ["row 2", "'text'", "missing"]),
-        ("t.csv", "text,label\na,\nb,c\n", ["row 1", "'label'", "missing"]),
-        ("t.csv", "text,label\na,b,c\n", ["t.csv", "Row #2: Expected 2 columns, got 3"]),
+        ("t.csv", "text,label\na,b\n,c\n", ["row 2", "'text'", "1 of 2 rows have no value"]),
+        ("t.csv", "text,label\na,\nb,c\n", ["row 1", "'label'", "1 of 2 rows have no value"]),
+        ("t.csv", "text,label\na,b,c\n", ["t.csv", "row 1 has 3 columns, expected 2"]),
         ("t.csv", "text,text,label\na,b,c\n", ["t.csv", "'text'", "more than once"]),
         ("t.tsv", 'text\tlabel\na\tx\n"b\ty\nc\tx\nd"\ty\n', ["t.tsv", "row 2", "'text'", "a quote at its beginning"]),
         ("t.csv", "text,label\na,b\nc,b\n", ["'label'", "every row has the label 'b'"]),
         ("t.csv", "text,label\n" + "".join(f"t,l{i}\n" for i in range(100)), ["'label'", "100 classes in 100 rows"]),
         ("t.csv", b"text,label\n\xff\xfe,b\n", ["t.csv", "not UTF-8 text (byte 11); save it as UTF-8"]),
         ("t.csv", 'text,label\na,b\nc,""\n', ["t.csv", "'label', row 2: found ''", "a class's name"]),
-        ("t.csv", "text,label\na,1\nb,NA\nc,0\n", ["row 2", "'label'", "missing"]),
+        ("t.csv", "text,label\na,1\nb,NA\nc,NA\n", ["row 2", "'label'", "2 of 3 rows have no value"]),
         ("t.csv", "text,label\na,0.5\nc,1e39\n", ["row 2", "found 1e+39", "float32's largest"]),
         (
             "t.jsonl",
@@ -178,11 +179,11 @@ def test_splits_may_be_of_different_formats(tmp_path):
         ),
         ("t.json", 5000 * "[" + 5000 * "]", ["t.json", "nest too deeply"]),
         ("t.jsonl", b'{"text": "\xff"}', ["t.jsonl", "UTF-8", "byte 10"]),
-        ("t.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', ["row 2", "'label'", "missing"]),
+        ("t.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', ["row 2", "'label'", "1 of 2 rows"]),
         ("t.jsonl", '{"text": "a", "label": 1}\n\n{"text": \n', ["t.jsonl", "line 3", "one object per line"]),
         ("t.jsonl", '{"text": "a", "label": 1}\n7\n', ["t.jsonl", "row 2", "expected an object"]),
         ("t.jsonl", '{"text": "\\ud83d", "label": 1}', ["row 1", "'text'", "surrogate"]),
-        ("t.json", '[{"text": 5, "label": 1}]', ["row 1", "'text'", "found 5 (int)", "expected text"]),
+        ("t.json", '[{"text": 5, "label": 1}]', ["row 1", "'text'", "a value of type int", "expected text"]),
         ("t.json", '[{"text": "a", "label": 1}, {"text": "b", "label": "x"}]', ["'label'", "int, str"]),
         ("t.json", '[{"text": "a", "label": [1]}, {"text": "b", "label": [2]}]', ["'label'", "list"]),
         ("t.json", '[{"text": "a", "label": 0.5}, {"text": "b", "label": NaN}]', ["row 2", "found nan"]),
@@ -289,6 +290,106 @@ def test_holdout_and_limits_are_drawn_from_their_seed(tmp_path):
     assert len(load(max_train=1000).train) == 80
     with pytest.raises(UserError, match="too few"):
         task_of(tmp_path / "few.csv", [("a", "x"), ("b", "y")])
+
+
+def test_rows_with_the_same_text_are_on_one_side_of_the_holdout(tmp_path):
+    once = [(f"text {i}", "ab"[i % 2], i) for i in range(100)]
+    again = [(f" text {i}\n", "ba"[i % 2] if i < 5 else "ab"[i % 2], 1000 + i) for i in range(40)]
+    task = task_of(tmp_path / "t.csv", once + again, ("text", "label", "site"))
+    sides = [{text.strip() for text in split.texts[0]} for split in (task.train, task.validation)]
+    assert not sides[0] & sides[1]
+    assert len(sides[1]) == 20, "a fifth of each class's 50 texts"
+    assert sorted(task.train.columns["site"] + task.validation.columns["site"]) == sorted(
+        row[2] for row in once + again
+    ), "no row is dropped"
+    assert "40 of 140 rows repeat the text of another row; the hold-out keeps equal texts together" in task.notes
+    assert len(task.train.rows) == len(task.train)
+    assert task.train.columns["site"] == [(once + again)[row - 1][2] for row in task.train.rows]
+
+
+def test_a_holdout_of_pairs_looks_at_both_texts(tmp_path):
+    rows = [(f"q{i % 10}", f"a{i}", i % 2) for i in range(40)]
+    task = task_of(tmp_path / "t.csv", rows, ("q", "a", "label"), text=["q", "a"])
+    assert task.notes == ()
+
+
+def test_a_holdout_without_repeats_is_the_draw_over_rows(tmp_path):
+    """As it always was: the first fifth of each class's rows in the order of its permutation."""
+    rows = [(f"text {i}", "abc"[i % 3]) for i in range(90)]
+    task = task_of(tmp_path / "t.csv", rows)
+    expected = [
+        numpy_rng(0, "holdout", label).permutation([row for row in range(90) if row % 3 == label])[:6]
+        for label in range(3)
+    ]
+    assert task.validation.rows.tolist() == sorted(np.concatenate(expected) + 1)
+    assert (task.notes, task.warnings) == ((), ())
+
+
+def test_validation_texts_that_are_in_training_are_counted(tmp_path):
+    train = [(f"text {i}", "ab"[i % 2]) for i in range(20)]
+    validation = write(tmp_path / "v.csv", [*train[:3], ("new", "a"), ("other", "b")])
+    warnings = task_of(tmp_path / "t.csv", train, validation=validation).warnings
+    assert [text.partition(";")[0] for text in warnings] == [
+        "3 of 5 validation samples have a text that the training split has too"
+    ]
+    copy = write(tmp_path / "copy.csv", train)
+    assert task_of(tmp_path / "t.csv", train, validation=copy).warnings[0].startswith("all 20 validation samples")
+
+
+def test_training_and_validation_must_not_be_the_same_samples(tmp_path):
+    train = write(tmp_path / "t.csv", [(f"text {i}", "ab"[i % 2]) for i in range(20)])
+    (tmp_path / "other.csv").symlink_to(train)
+    for validation in (train, str(tmp_path / "other.csv")):
+        with pytest.raises(UserError, match=r"data\.train=.*t\.csv and data\.validation=.* are the same samples"):
+            load_dataset(DataSettings(train=train, validation=validation))
+    with pytest.raises(UserError, match=r"data\.train=t and data\.validation=t are the same samples"):
+        load_dataset(DataSettings(name=str(tmp_path), train="t", validation="t"))
+
+
+def test_a_regression_of_a_few_fractions_is_doubted(tmp_path):
+    rows = [(f"text {i}", i % 3) for i in range(50)] + [("odd", 1.5)]
+    task = task_of(tmp_path / "t.csv", rows)
+    assert task.classes == ()
+    (said,) = task.warnings
+    assert "1 of 51 labels are not whole numbers, the first is 1.5 in row 51, so this is a regression" in said
+    assert "data.regression=false" in said
+    assert task_of(tmp_path / "t.csv", rows, regression=True).warnings == ()
+    assert task_of(tmp_path / "t.csv", [(f"text {i}", i / 4) for i in range(50)]).warnings == ()
+
+
+SECRET = "The patient of ward seven, who came in with a fever, was told of his illness on Monday"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("t.csv", f'text,label\n"a",b\n"{SECRET}",b,c\n'),
+        ("t.csv", f"text,label\na,b\n{SECRET},b\n"),
+        ("t.tsv", f'text\tlabel\na\tx\n"{SECRET}\ty\nc\tx\nd"\ty\n'),
+        ("t.csv", f'"{SECRET}",1\n"{SECRET}",2\n'),
+        ("t.csv", f'text,label\n1,"{SECRET}"\n2,"{SECRET}"\n'),
+        ("t.jsonl", f'{{"text": "a", "label": 1}}\n["{SECRET}"]\n'),
+        ("t.jsonl", f'{{"text": "{SECRET}, "label": 1}}\n'),
+        ("t.json", f'["{SECRET}"]'),
+        ("t.json", f'[{{"text": ["{SECRET}"], "label": 1}}]'),
+        ("t.json", f'[{{"text": "{SECRET} \\ud83d", "label": 1}}]'),
+        ("t.json", f'[{{"text": "{SECRET}", "label": null}}, {{"text": "b", "label": 1}}]'),
+        ("t.json", f'[{{"text": "a", "label": "{SECRET}"}}, {{"text": "b", "label": "{SECRET}"}}]'),
+    ],
+)
+def test_no_error_shows_a_text(tmp_path, file, content):
+    (tmp_path / file).write_text(content)
+    with pytest.raises(UserError) as error:
+        load_dataset(DataSettings(train=str(tmp_path / file)))
+    assert "fever" not in str(error.value)
+    assert file in str(error.value)
+
+
+def test_a_text_in_the_label_column_is_cut(tmp_path):
+    validation = write(tmp_path / "v.csv", [("a", SECRET)])
+    with pytest.raises(UserError, match="found 'The patient of ward") as error:
+        task_of(tmp_path / "t.csv", GOOD, validation=validation)
+    assert "fever" not in str(error.value)
 
 
 def test_fingerprint_is_of_texts_and_labels_alone():
@@ -440,7 +541,7 @@ def test_newsgroup_messages_lose_headers_quotes_and_signatures():
 def test_columns_are_checked_as_a_whole():
     table = Table("t", {"a": ["x", None]})
     assert len(table) == 2
-    with pytest.raises(UserError, match="t, row 2, column 'a': the value is missing"):
+    with pytest.raises(UserError, match="t, column 'a': 1 of 2 rows have no value, the first is row 2"):
         table.texts("a")
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, local_hub, save_tiny, tiny_batch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from fedllm.common.errors import UserError
 from fedllm.models.adapter_files import load_adapter, save_adapter
@@ -88,6 +88,51 @@ def test_plain_peft_gives_the_same_logits(tiny: dict[str, str], tmp_path: Path, 
     torch.testing.assert_close(logits(plain.merge_and_unload()), logits(model), atol=1e-5, rtol=1e-5)
 
 
+NAMES = {0: "no", 1: "yes", 2: "perhaps"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_folder_alone_gives_a_model_that_answers_with_names(
+    tiny: dict[str, str], tmp_path: Path, family: str
+) -> None:
+    """With transformers alone, with PEFT, merged, and as a pipeline; from another folder than the run's."""
+    backbone, model = load(tiny[family]), trained(tiny[family])
+    folder = save_adapter(model, tmp_path / "adapter", backbone.base_name, backbone.tokenizer)
+    config = AutoConfig.from_pretrained(folder / "base_config.json")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, config=config)
+    keys = {key: getattr(config, key) for key in ("id2label", "label2id", "pad_token_id")}
+    by_peft = AutoPeftModelForSequenceClassification.from_pretrained(folder, **keys)
+    for found in (plain, by_peft):
+        assert found.config.id2label == NAMES
+        torch.testing.assert_close(logits(found.eval()), logits(model), atol=1e-5, rtol=1e-5)
+    by_peft.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(model), atol=1e-5, rtol=1e-5)
+    text = "the cat sat on the mat"
+    expected = NAMES[int(model(**tokenizer(text, return_tensors="pt")).logits.argmax())]
+    for found in (plain, merged):
+        (answer,) = pipeline("text-classification", model=found, tokenizer=tokenizer)(text)
+        assert answer["label"] == expected
+
+
+def test_two_classes_load_without_being_told_of_them(tiny: dict[str, str], tmp_path: Path) -> None:
+    backbone = load_backbone(ModelSettings(name=tiny["bert"]), sequence_head(2, label_names=["no", "yes"]))
+    model = attach_lora(backbone, LoraSettings(rank=2))
+    folder = save_adapter(model, tmp_path / "adapter", backbone.base_name)
+    for auto in (AutoPeftModelForSequenceClassification, AutoModelForSequenceClassification):
+        torch.testing.assert_close(logits(auto.from_pretrained(folder).eval().to("cpu")), logits(model))
+
+
+def test_the_name_of_the_base_leads_to_it_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path / "base", "bert")
+    save_tiny(tmp_path / "hub" / "models" / "org" / "base", "bert")
+    monkeypatch.chdir(tmp_path)
+    head = sequence_head(2)
+    assert load_backbone(ModelSettings(name="base"), head).base_name == str((tmp_path / "base").resolve())
+    assert load_backbone(ModelSettings(name="org/base"), head, local_hub=str(tmp_path / "hub")).base_name == "org/base"
+
+
 @pytest.mark.parametrize("roles", ROLES, ids="-".join)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_is_bit_exact(tiny: dict[str, str], tmp_path: Path, family: str, roles: list[str]) -> None:
@@ -112,7 +157,8 @@ def test_folder_holds_what_peft_writes_and_the_labels(tiny: dict[str, str], tmp_
     assert config["modules_to_save"] == ["classifier"]
     assert json.loads((folder / "labels.json").read_text()) == {"0": "no", "1": "yes", "2": "perhaps"}
     assert {path.name for path in folder.iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors", "labels.json", "tokenizer.json", "tokenizer_config.json"
+        "adapter_config.json", "adapter_model.safetensors", "base_config.json", "labels.json", "tokenizer.json",
+        "tokenizer_config.json"
     }  # fmt: skip
     assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
     by_peft = tmp_path / "by_peft"
@@ -125,7 +171,10 @@ def test_folder_holds_what_peft_writes_and_the_labels(tiny: dict[str, str], tmp_
 def test_without_label_names_or_tokenizer_neither_is_written(tiny: dict[str, str], tmp_path: Path) -> None:
     backbone = load_backbone(ModelSettings(name=tiny["bert"]), sequence_head(1, regression=True))
     folder = save_adapter(attach_lora(backbone, LoraSettings(rank=2)), tmp_path / "adapter", "base")
-    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    names = ["adapter_config.json", "adapter_model.safetensors", "base_config.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    config = AutoConfig.from_pretrained(folder / "base_config.json")
+    assert (config.num_labels, config.problem_type) == (1, "regression")
 
 
 def test_gpt2_fusion(tiny: dict[str, str], tmp_path: Path) -> None:
