@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, get_type_hints
 from benchmarks.scaling import page as scaling
 from docs.architecture import PICTURE, picture, read_rooms
 from fedllm.cli import algorithm_docs
-from fedllm.cli.commands import _parser
+from fedllm.cli.commands import _EXIT_CODES, _parser
 from fedllm.common.schema import describe
 from fedllm.config.recipe import SECTION_TYPES
 
@@ -112,7 +113,7 @@ def commands() -> str:
     """Every command and its options, from the parser."""
     parts = [
         f"{NOTE}\n# Commands\n",
-        "Exit codes: 0 done, 1 a run that could not go on, 2 a mistake in what was given, 130 interrupted.\n"
+        exit_codes(),
         "`fedllm COMMAND --help` prints the same, and for `run`, `tune` and `partition` also the\n"
         "[keys of a recipe](recipe_keys.md).\n",
     ]
@@ -125,6 +126,13 @@ def commands() -> str:
         if rows:
             parts.append(table(["argument", "meaning"], rows))
     return "\n".join(parts)
+
+
+def exit_codes() -> str:
+    """The exit codes as a table, and what is said below them, from the help."""
+    head, text = _EXIT_CODES.split("\n\n", 1)
+    rows = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in head.splitlines()[1:]]
+    return f"{table(['exit code', 'meaning'], rows)}\n{text}"
 
 
 def subcommands() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:

@@ -76,7 +76,9 @@ def require_enough(accepted: int, least: int, rejected: Mapping[int, str], index
     if accepted >= max(1, least):
         return
     reasons = "\n".join(f"  client {client}: {why}" for client, why in sorted(rejected.items()))
+    diverged = all("not finite" in why for why in rejected.values())
+    advice = "; the learning rate may be too large" if rejected and diverged else ""
     raise RunError(
-        f"round {index + 1}: {accepted} accepted uploads, min_clients asks for {max(1, least)}; the state "
-        f"before the round is intact. Rejected:\n{reasons}"
+        f"round {index + 1}: {accepted} accepted uploads, min_clients asks for {max(1, least)}{advice}. "
+        f"Rejected:\n{reasons}"
     )

@@ -138,6 +138,13 @@ class Algorithm:
         """Whether the clients' state starts from their full local gradients at x0."""
         return False
 
+    def depends_on_total(self) -> str:
+        """The setting by which a round depends on the run's number of rounds (RoundInfo.total); "" where none does.
+
+        A run without such a setting may continue with more rounds. An algorithm that reads info.total says so here.
+        """
+        return f"schedule={self.schedule}" if self.schedule in ("cosine_rounds", "linear") else ""
+
     def init_server(self, x: Tensor, info: RoundInfo, gradient: Tensor | None = None) -> State:
         """Server state at the start; gradient [d] is the mean full gradient when `needs_full_gradient`."""
         return {name: x.new_zeros(length(of, x, info)) for name, of in self.server_vectors().items()}
@@ -203,17 +210,6 @@ def length(of: Length, x: Tensor, info: RoundInfo) -> int:
 def lengths(vectors: Mapping[str, Length], x: Tensor, info: RoundInfo) -> dict[str, int]:
     """Name -> number of values, for the vectors that an algorithm declares."""
     return {name: length(of, x, info) for name, of in vectors.items()}
-
-
-def check_declared(alg: Algorithm) -> None:
-    """Raises UserError, naming method and vector, if `alg` declares a vector of unknown length."""
-    for method in ("server_vectors", "client_vectors", "downloads", "uploads", "tracked_uploads"):
-        for name, of in getattr(alg, method)().items():
-            if of not in ("d", "B"):
-                raise UserError(
-                    f"{type(alg).__name__}.{method}: '{name}' has length {of!r}, expected 'd', one number a "
-                    "coordinate, or 'B', one a block"
-                )
 
 
 # Checks of hyper-parameters. None means "not set", for settings that allow it.

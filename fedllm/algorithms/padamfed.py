@@ -72,6 +72,11 @@ class PAdaMFed(Algorithm):
     def tracked_uploads(self) -> Vectors:
         return {"c": "d"}
 
+    def depends_on_total(self) -> str:
+        unset = [name for name in ("lr", "beta", "gamma") if getattr(self, name) is None]
+        by_default = "" if self.total_rounds else ", ".join(f"{name}=null" for name in unset)
+        return super().depends_on_total() or by_default
+
     def free_rates(self, info: RoundInfo) -> tuple[float, float, float]:
         """(beta, gamma, eta): each as set, or by its default formula."""
         SK, K, T_total = info.sampled * info.local_steps, info.local_steps, self.total_rounds or info.total

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from collections.abc import Sequence
 
 from fedllm import __version__
 from fedllm.cli import inspection, results, training
 from fedllm.cli.options import CommandParser, Handler, one_speaks, speaks
-from fedllm.common.errors import RunError, UserError
+from fedllm.common.errors import Interrupted, RunError, UserError
 
 _EXIT_CODES = """\
 exit codes:
   0    done
   1    a run that could not go on (too few clients left, a full disk); its last checkpoint is intact
   2    a mistake in what was given: a recipe, an option, a file or a folder
-  130  interrupted (Ctrl-C); the same command goes on where the run was
+  75   run.max_hours is over; the same command goes on
+  129, 130, 138, 143  ended by SIGHUP, SIGINT (Ctrl-C), SIGUSR1 or SIGTERM; the same command goes on
+
+A signal ends a run, a sweep or a suite after the round that is under way, with a checkpoint; where no round is under
+way it ends the command at once. A second Ctrl-C ends it at once, and the rounds since the last checkpoint are trained
+again. Under torchrun the exit code is then 0 instead of 75 or above, since torchrun starts failed processes again.
 """
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,25 +43,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides = [*arguments.overrides, *rest]
     handler: Handler = arguments.handler
     try:
-        return handler(arguments)
-    except UserError as error:
-        return _fail(error, 2)
-    except RunError as error:
-        return _fail(error, 1)
+        code = handler(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except (UserError, RunError) as error:
+        return _fail(str(error), error.exit_code)
     except OSError as error:
-        if error.filename is None:
-            raise
-        what = f"{error.filename}: cannot be used ({error.strerror})"
-        return _fail(UserError(f"{what}; look at what is there and who may write to it, or name another place"), 2)
+        return _fail_files(error)
+    except Interrupted as interrupt:
+        return _fail(str(interrupt), interrupt.exit_code)
     except KeyboardInterrupt:
+        print(file=sys.stderr)  # the terminal shows ^C where the line ends
         resumed = "; the same command goes on where it was" if arguments.resumes else ""
-        print(f"\ninterrupted{resumed}", file=sys.stderr)
-        return 130
+        return _fail(f"interrupted{resumed}", 130)
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail_files(error: OSError) -> int:
+    """Where a file or the terminal cannot be used."""
+    if error.filename is not None and error.errno not in _FULL:
+        what = f"{error.filename}: cannot be used ({error.strerror})"
+        return _fail(f"{what}; look at what is there and who may write to it, or name another place", 2)
+    if error.errno not in _FULL:
+        raise error
+    if error.filename is None:  # the output itself: what is left in its buffer would fail again when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    where = error.filename or "what the command prints"
+    return _fail(f"{where} cannot be written ({error.strerror}); make room and start the same command again", 1)
+
+
+def _fail(text: str, code: int) -> int:
     if speaks():
-        print(f"fedllm: {error}", file=sys.stderr)
+        print(f"fedllm: {text}", file=sys.stderr)
     return code
 
 

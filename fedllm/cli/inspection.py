@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedllm.cli.options import add_command, add_recipe, recipe_keys
+from fedllm.cli.options import add_command, add_recipe, importing, recipe_keys
 from fedllm.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,10 +48,11 @@ def _partition(arguments: argparse.Namespace) -> int:
     from fedllm.config.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)  # before torch is loaded
-    from fedllm.common.console import say, say_all, stage
-    from fedllm.config.own_files import require_own_files
-    from fedllm.data.loading import load_dataset
-    from fedllm.data.partition_file import get_partition, partition_name, write_partition
+    with importing():
+        from fedllm.common.console import say, say_all, stage
+        from fedllm.config.own_files import require_own_files
+        from fedllm.data.loading import load_dataset
+        from fedllm.data.partition_file import get_partition, partition_name, write_partition
 
     require_own_files(recipe)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
@@ -66,12 +67,13 @@ def _partition(arguments: argparse.Namespace) -> int:
 
 
 def _blocks(arguments: argparse.Namespace) -> int:
-    from fedllm.blocks import RoleError, partition
-    from fedllm.common.console import console, say
-    from fedllm.models.loading import load_backbone
-    from fedllm.models.lora import attach_lora
-    from fedllm.models.settings import LoraSettings, ModelSettings
-    from fedllm.tasks.heads import sequence_head
+    with importing():
+        from fedllm.blocks import RoleError, partition
+        from fedllm.common.console import console, say
+        from fedllm.models.loading import load_backbone
+        from fedllm.models.lora import attach_lora
+        from fedllm.models.settings import LoraSettings, ModelSettings
+        from fedllm.tasks.heads import sequence_head
 
     settings = ModelSettings(name=arguments.model, pretrained=not arguments.random)
     backbone = load_backbone(settings, sequence_head(2))
@@ -92,9 +94,10 @@ def _hessian(arguments: argparse.Namespace) -> int:
     from fedllm.algorithms import load_algorithm
 
     alg = load_algorithm(arguments.algorithm, lr=arguments.lr)  # before torch is loaded
-    from fedllm.common.console import console, say, stage
-    from fedllm.studies.character_models import MODELS
-    from fedllm.studies.hessian_study import run, table
+    with importing():
+        from fedllm.common.console import console, say, stage
+        from fedllm.studies.character_models import MODELS
+        from fedllm.studies.hessian_study import run, table
 
     kinds = list(MODELS) if arguments.model == "both" else [arguments.model]
     with stage("Hessians") as progress:

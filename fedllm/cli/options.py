@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -76,6 +77,26 @@ def one_speaks() -> Iterator[None]:
     silence = io.StringIO()
     with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
         yield
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """For imports that take seconds: Ctrl-C ends the process at once. As an exception it would pass through libraries
+    that turn it into another one while they are imported (numpy)."""
+
+    def leave(*_: object) -> None:
+        if speaks():
+            os.write(2, b"\nfedllm: interrupted\n")
+        os._exit(130)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or somebody else's
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def speaks() -> bool:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedllm.cli.options import add_command
+from fedllm.cli.options import add_command, importing
 
 if TYPE_CHECKING:
     from fedllm.cli.options import Commands
@@ -34,7 +34,8 @@ def _report(arguments: argparse.Namespace) -> int:
     from fedllm.results.reader import require_readable
 
     require_readable(arguments.runs)  # before what draws is loaded
-    from fedllm.reporting.report import parse_target, report
+    with importing():
+        from fedllm.reporting.report import parse_target, report
 
     report(arguments.runs, arguments.out, targets=[parse_target(text) for text in arguments.target])
     return 0

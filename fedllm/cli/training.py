@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedllm.cli.options import add_command, add_overrides, add_recipe, grid_keys, one_speaks, recipe_keys
+from fedllm.cli.options import add_command, add_overrides, add_recipe, grid_keys, importing, one_speaks, recipe_keys
 from fedllm.common.errors import RunError
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from fedllm.config.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from fedllm.experiment.run import dry_run, run
+    with importing():
+        from fedllm.experiment.run import dry_run, run
 
     if arguments.dry_run:
         dry_run(recipe)
@@ -65,7 +66,8 @@ def _tune(arguments: argparse.Namespace) -> int:
     from fedllm.config.recipe import load_recipe
 
     load_recipe(arguments.recipe, arguments.overrides)
-    from fedllm.experiment.tune import tune
+    with importing():
+        from fedllm.experiment.tune import tune
 
     tune(Path(arguments.recipe), arguments.overrides, dry_run=arguments.dry_run)
     return 0
@@ -81,7 +83,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
         with one_speaks():
             list_cells(plan)
         return 0
-    from fedllm.sweeps.sweep import run_sweep
+    with importing():
+        from fedllm.sweeps.sweep import run_sweep
 
     run_sweep(plan)
     return 0
@@ -92,7 +95,8 @@ def _suite(arguments: argparse.Namespace) -> int:
 
     chosen = (arguments.name, arguments.model, arguments.algorithm, arguments.overrides)
     plan_suite(*chosen, recipes=arguments.recipes)
-    from fedllm.sweeps.paper_suite import run_suite
+    with importing():
+        from fedllm.sweeps.paper_suite import run_suite
 
     if not run_suite(*chosen, recipes=arguments.recipes, out=arguments.out, beside=arguments.beside):
         raise RunError("not every task could be run; see above")

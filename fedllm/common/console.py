@@ -8,10 +8,12 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 console = Console(highlight=False)
 ProgressCallback = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
 _QUIET_SECONDS = 2.0  # without output, before a plain line says what is being done
+_LINE_EVERY = 10.0  # seconds between such lines in a long loop
 
 
 def say(text: str, style: str = "") -> None:
@@ -57,14 +59,46 @@ def stage(what: str, at_once: bool = False) -> Iterator[Callable[[str, int, int]
         say(f"{what}: {took:.1f} s", "dim")
 
 
+class LongLoop:
+    """The progress of a loop that may be short: nothing for two seconds, then a bar on a terminal, and on anything else
+    a line every ten seconds. It is written to stderr, since the caller's own program may use stdout."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total = what, total
+        self._next = time.monotonic() + _QUIET_SECONDS
+        self._console = Console(stderr=True, highlight=False)
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> LongLoop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, done: int) -> None:
+        """Shows how many passes of the loop are done."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done)
+        elif time.monotonic() < self._next:
+            return
+        elif self._console.is_terminal:
+            self._bar = Progress(console=self._console, transient=True)
+            self._bar.add_task(self._what, total=self._total, completed=done)
+            self._bar.start()
+        else:
+            self._next = time.monotonic() + _LINE_EVERY
+            self._console.print(f"{self._what} {done:,} of {self._total:,}", style="dim")
+
+
 class RoundProgress:
     """A progress bar over the rounds of a run; without a terminal, one line per round or every ten seconds."""
 
     def __init__(self, rounds: int, start: int) -> None:
         self._rounds, self._round, self._last = rounds, start, time.monotonic()
         self._bar = Progress(
-            TextColumn("[bold]round[/]"),
-            MofNCompleteColumn(),
+            TextColumn("[bold]round[/]", table_column=Column(min_width=len("round"))),
+            MofNCompleteColumn(table_column=Column(min_width=len(f"{rounds}/{rounds}"))),  # also where all is narrow
             BarColumn(),
             TextColumn("{task.fields[step]}"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
@@ -85,7 +119,7 @@ class RoundProgress:
         """Shows how many of this round's client-steps are done."""
         if console.is_terminal:
             self._bar.update(self._task, completed=self._round + 0.99 * done / total, step=f"{done}/{total} steps")
-        elif time.monotonic() - self._last > 10:
+        elif time.monotonic() - self._last > _LINE_EVERY:
             self._last = time.monotonic()
             say(f"round {self._round + 1}/{self._rounds}: {done} of {total} client-steps", "dim")
 

@@ -1,4 +1,4 @@
-"""Errors that a user can meet. The command line prints their message without a traceback."""
+"""Errors that a user can meet, and runs that end early on request. The command line prints them without a traceback."""
 
 from __future__ import annotations
 
@@ -8,11 +8,26 @@ LONGEST_VALUE = 40
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: exit code 2. The message says what was found, what was expected, what to do."""
+    """A mistake in what the user gave. The message says what was found, what was expected, what to do."""
+
+    exit_code = 2
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on (too few clients left, disk full, ...): exit code 1. Checkpoints stay intact."""
+    """A run that cannot go on (too few clients left, disk full, ...). Checkpoints stay intact."""
+
+    exit_code = 1
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run that a signal or run.max_hours ended before its last round; the same command goes on.
+
+    It is a KeyboardInterrupt, so that no `except Exception` takes it for a failure. exit_code: of the command.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def shown(value: object) -> str:

@@ -109,6 +109,9 @@ class RunSettings:
     )
     timeout: float = setting(3600.0, "seconds that one process waits for another before the run stops")
     checkpoint_every: int = setting(10, "rounds between checkpoints")
+    max_hours: float | None = setting(
+        None, "hours after which the command ends, after its round and with a checkpoint; null = no limit"
+    )
     resume: Literal["auto", "never"] = setting("auto", "auto = go on from the last good checkpoint in the run folder")
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = setting(
         ["tensorboard"], "where the numbers of each round are logged; [] = nowhere"
@@ -117,6 +120,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         require_positive_settings(self, "threads", "stacked_clients", "shares", "slices", "timeout", "checkpoint_every")
+        require_positive_settings(self, "max_hours")
         if self.threads and self.threads > MOST_THREADS:
             raise UserError(f"threads: found {self.threads}, expected at most {MOST_THREADS}")
 
@@ -194,7 +198,17 @@ RIVALS = {("local", "epochs"): "steps", ("local", "steps"): "epochs"}
 # Settings that change results by rounding at most. Runs that differ in them may be resumed and compared.
 FREE_KEYS = frozenset(
     ("run", key)
-    for key in ("dir", "resume", "checkpoint_every", "local_hub", "threads", "shares", "timeout", "trackers")
+    for key in (
+        "dir",
+        "resume",
+        "checkpoint_every",
+        "local_hub",
+        "threads",
+        "shares",
+        "timeout",
+        "trackers",
+        "max_hours",
+    )
 ) | {("data", "title")}
 # Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
 CHOSEN_KEYS = ("stacked_clients", "slices")

@@ -173,8 +173,7 @@ class Collectives(Executor):
         except RuntimeError as error:
             abandon_group()
             raise StoppedError(
-                f"another process ended without a word while all exchanged their sums ({str(error).splitlines()[0]}). "
-                f"The last checkpoint is intact: the same command goes on from it"
+                f"another process ended without a word while all exchanged their sums ({str(error).splitlines()[0]})"
             ) from error
 
     # Clients' vectors
@@ -241,7 +240,7 @@ def _kind(error: Exception) -> str:
 def _failed(rank: int, doing: str, answer: dict[str, str]) -> RunError | UserError:
     if answer["kind"] == "UserError":
         return UserError(f"process {rank}: {answer['error']}")
-    return RunError(f"process {rank} failed while {doing}. The last checkpoint is intact.\n{answer['error'].rstrip()}")
+    return RunError(f"process {rank} failed while {doing}.\n{answer['error'].rstrip()}")
 
 
 def _moving(client: int) -> Callable[[int], str]:

@@ -72,14 +72,8 @@ def lost(rank: int, doing: Doing, error: Exception, timeout: float) -> RunError:
     """The error that says that a process did not answer: because it ended, or within `timeout` seconds."""
     abandon_group()
     if _LATE in str(error):
-        return RunError(
-            f"no answer for {timeout:g} s (run.timeout): process {rank} was {doing(rank)}. The last checkpoint is "
-            f"intact: the same command goes on from it"
-        )
-    return StoppedError(
-        f"process {rank} ended without a word (killed, or out of memory?) while {doing(rank)}. The last checkpoint is "
-        f"intact: the same command goes on from it"
-    )
+        return RunError(f"no answer for {timeout:g} s (run.timeout): process {rank} was {doing(rank)}")
+    return StoppedError(f"process {rank} ended without a word (killed, or out of memory?) while {doing(rank)}")
 
 
 def _wait_for(ranks: Sequence[int]) -> SimpleQueue[tuple[int, Any]]:

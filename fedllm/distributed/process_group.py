@@ -48,6 +48,12 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def under_torchrun() -> bool:
+    """Whether torchrun started this process, which starts all processes again if one ends with an exit code above 0.
+    `accelerate launch` uses torchrun for several processes."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def find_device(*, cpu: bool) -> torch.device:
     """The device that Accelerate gives this process. cpu: the CPU, also where there is a GPU."""
     device: torch.device = Accelerator(cpu=cpu or not torch.cuda.is_available()).device
@@ -100,4 +106,4 @@ def _close_group() -> None:
 
 
 def _stop(*_: object) -> None:
-    raise TerminatedError("stopped (SIGTERM); the same command goes on from the last checkpoint")
+    raise TerminatedError("stopped (SIGTERM)")

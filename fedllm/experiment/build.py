@@ -77,6 +77,14 @@ class Job:
         validation = self.dataset.validation.fingerprint()
         return {"training": self.dataset.fingerprint, "validation": validation, "partition": digest(self.parts)}
 
+    def base_digest(self) -> str:
+        """A digest of the frozen model, and of the tokens that its tokenizer makes of the data."""
+        found = hashlib.sha256(fingerprint(self.model).encode())
+        for tokens in (self.problem.rows.tokens, self.validation):
+            found.update(tokens.input_ids.cpu().numpy().tobytes())
+            found.update(tokens.offsets.cpu().numpy().tobytes())
+        return found.hexdigest()
+
 
 class ReadCache:
     """A cache of the data and tokens that the last recipe read. The recipes of a sweep share it."""

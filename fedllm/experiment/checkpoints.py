@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -92,10 +92,8 @@ class Checkpoints:
             sync(self.folder)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
-            kept = f"the checkpoint of round {int(previous.name)} is intact" if previous else "there is no earlier one"
             raise RunError(
-                f"the checkpoint of round {federation.round} could not be written to {self.folder}: {error}; {kept}. "
-                f"Make room and start the same command again"
+                f"the checkpoint of round {federation.round} could not be written to {self.folder}: {error}; make room"
             ) from error
         for old in self._newest()[_KEEP:]:
             shutil.rmtree(old, ignore_errors=True)
@@ -107,8 +105,18 @@ class Checkpoints:
             try:
                 return _load(folder)
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                self._warn(f"checkpoint {folder} is damaged ({error}); trying the one before it")
+                self._warn(f"checkpoint {folder} is damaged ({error}); it is not used")
         return None
+
+    def any(self) -> bool:
+        """Whether there is a checkpoint, intact or not."""
+        return bool(self._newest())
+
+    def kept(self) -> str:
+        """Where a run that failed goes on, for its error."""
+        if not (newest := self._newest()):
+            return "There is no checkpoint yet: the same command starts from round 1"
+        return f"The checkpoint of round {int(newest[0].name)} is intact: the same command goes on from it"
 
     def _newest(self) -> list[Path]:
         found = self.folder.glob("[0-9]*") if self.folder.is_dir() else []
@@ -138,7 +146,7 @@ class Checkpoints:
 
 
 def _load(folder: Path) -> Snapshot:
-    manifest = json.loads((folder / _MANIFEST).read_text())
+    manifest = _read_manifest(folder / _MANIFEST)
     files: dict[str, str] = manifest["files"]
     for name in files:
         path = folder / name
@@ -159,6 +167,17 @@ def _load(folder: Path) -> Snapshot:
     return Snapshot(
         int(manifest["round"]), tensors["x"], server, clients, metrics, RunFacts.from_json(manifest["facts"])
     )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from error
+    for name in ("round", "facts", "files"):
+        if not isinstance(manifest, dict) or name not in manifest:
+            raise ValueError(f"{path.name} has no '{name}'")
+    return cast(dict[str, Any], manifest)
 
 
 def _same_file(one: Path, other: Path) -> bool:

@@ -68,7 +68,7 @@ def append_line(path: Path, line: dict[str, Any]) -> dict[str, Any]:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     except OSError as error:
-        raise RunError(f"{path} could not be written: {error}; the last checkpoint is intact") from error
+        raise RunError(f"{path} could not be written: {error}; make room") from error
     return line
 
 

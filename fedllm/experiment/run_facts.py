@@ -16,7 +16,8 @@ class RunFacts:
     stacked_clients, slices: see the recipe's keys; what memory forced, where it forced it. shares: parts that a round's
     clients are dealt into. threads, precision: of the machine. data: digests, see Job.data. labels: the classes' names.
     start: COSTS of what came before round 1. stepped_down: the rounds in which memory forced something.
-    eval_cuts: into how many parts memory forced an evaluation's batches. head: what model.head=auto chose.
+    eval_cuts: into how many parts memory forced an evaluation's batches. head: what model.head=auto chose. base: see
+    Job.base_digest; None if an earlier version wrote the checkpoint.
     """
 
     stacked_clients: int
@@ -30,6 +31,7 @@ class RunFacts:
     stepped_down: list[dict[str, int]] = field(default_factory=list)
     eval_cuts: int = 1
     head: Literal["keep", "new"] = "new"  # earlier versions always drew a new head
+    base: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As a checkpoint's manifest holds them."""

@@ -16,6 +16,7 @@ from fedllm.common.console import say, warn
 from fedllm.common.errors import UserError
 
 T = TypeVar("T")
+OnLoss = Callable[[], None]
 LOCK, LEASE = ".lock", ".lease"  # files in the run folder
 LEASE_SECONDS, REFRESH_SECONDS = 180.0, 15.0  # NFS may show another host's refresh up to 60 s late
 _WITHOUT_FLOCK = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
@@ -30,7 +31,7 @@ class RunInUseError(UserError):
 
 
 @contextlib.contextmanager
-def run_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
+def run_lock(folder: Path, *, wait: bool = False, on_loss: OnLoss | None = None) -> Iterator[None]:
     """Makes a folder and locks it as long as the context lasts. A new folder into which nothing came is removed again.
 
     wait: until another process releases it. Raises RunInUseError where another process has it and `wait` is false.
@@ -38,10 +39,11 @@ def run_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
     The lock is the kernel's on the file .lock in the folder (flock, LockFileEx), so it ends with its process, however
     that ends. The file stays, because another process may have it open already. On a file system without flock the
     lock is the file .lease, which its process refreshes every REFRESH_SECONDS. A killed process leaves it behind; it is
-    void at the latest after LEASE_SECONDS without a refresh. A process that lost its lease is interrupted.
+    void at the latest after LEASE_SECONDS without a refresh. on_loss: called in another thread if this process lost its
+    lease, to end the work at once; by default it interrupts the main thread.
     """
     absent = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
-    lock = _acquire(folder, wait)
+    lock = _acquire(folder, wait, on_loss or interrupt_main)
     try:
         yield
     finally:
@@ -54,13 +56,13 @@ def run_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
                 path.rmdir()
 
 
-def _acquire(folder: Path, wait: bool) -> BaseFileLock:
-    kind: Callable[[Path, bool], BaseFileLock] = _kernel_lock
+def _acquire(folder: Path, wait: bool, on_loss: OnLoss) -> BaseFileLock:
+    kind: Callable[[Path, bool, OnLoss], BaseFileLock] = _kernel_lock
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # its last user has removed the folder since
-                return kind(folder, wait)
+                return kind(folder, wait, on_loss)
         except OSError as error:
             if error.errno not in _WITHOUT_FLOCK or kind is _lease:
                 raise UserError(f"run.dir={folder}: cannot be made: {error}") from error
@@ -68,7 +70,7 @@ def _acquire(folder: Path, wait: bool) -> BaseFileLock:
             kind = _lease
 
 
-def _kernel_lock(folder: Path, wait: bool) -> BaseFileLock:
+def _kernel_lock(folder: Path, wait: bool, _: OnLoss) -> BaseFileLock:
     lock = FileLock(folder / LOCK, poll_interval=0.2, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
@@ -80,13 +82,13 @@ def _kernel_lock(folder: Path, wait: bool) -> BaseFileLock:
     return lock
 
 
-def _lease(folder: Path, wait: bool) -> BaseFileLock:
+def _lease(folder: Path, wait: bool, on_loss: OnLoss) -> BaseFileLock:
     """A lease on the folder. Where another process has it, waits for the next refresh even if `wait` is false: only a
     refresh tells a working process from a killed one."""
 
     def lost(loss: LeaseCompromise) -> None:
         warn(f"{folder}: this process stops, as it has lost {LEASE} ({loss.reason}) and another one may take the run")
-        interrupt_main()
+        on_loss()
 
     lock = SoftFileLease(
         folder / LEASE,

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedllm.common.console import say, stage, warn
+from fedllm.common.console import say, say_all, stage, warn
+from fedllm.common.errors import UserError
+from fedllm.common.files import replace_text, sync
 from fedllm.config.recipe import Recipe
-from fedllm.experiment.build import Job
-from fedllm.experiment.checkpoints import Snapshot
-from fedllm.experiment.records import (
-    start_costs,
-)
+from fedllm.experiment.build import Job, ReadCache, build_together
+from fedllm.experiment.checkpoints import Checkpoints, Snapshot
+from fedllm.experiment.records import partition_summary, start_costs
+from fedllm.experiment.resume import as_before, check_data
 from fedllm.experiment.run_facts import RunFacts
+from fedllm.experiment.trackers import require_installed
 from fedllm.federation.executor import Executor, describe
 from fedllm.federation.rounds import start
 from fedllm.federation.state import FederationState, blank
 from fedllm.results.format import rounds_to
+
+CLIENTS = "clients"  # subfolder of the run folder, removed when the run ends; checkpoints link its files
 
 
 @dataclass
@@ -36,12 +42,74 @@ class Session:
     @property
     def complete(self) -> bool:
         """Whether all rounds are done, or the target is reached and the run stops there."""
-        settings = self.job.recipe.eval
-        reached = settings.stop_at_target and rounds_to(settings.target, self.metrics) is not None
-        return self.state.round >= self.job.recipe.federation.rounds or reached
+        return is_complete(self.job.recipe, self.metrics)
 
 
-def empty_folder(folder: Path, executor: Executor) -> Path:
+def is_complete(recipe: Recipe, metrics: Sequence[dict[str, Any]]) -> bool:
+    """Whether these rounds are all that the recipe asks for. metrics: the lines of metrics.jsonl."""
+    reached = recipe.eval.stop_at_target and rounds_to(recipe.eval.target, metrics) is not None
+    return len(metrics) >= recipe.federation.rounds or reached
+
+
+def open_session(
+    recipe: Recipe,
+    folder: Path,
+    executor: Executor,
+    checkpoints: Checkpoints,
+    moved: Sequence[str] = (),
+    cache: ReadCache | None = None,
+) -> Session:
+    """Builds the run of a recipe: a new one, or one that goes on after its newest checkpoint.
+
+    moved: see check_folder. cache: see run.
+    """
+    require_installed(recipe.run.trackers)
+    snapshot = checkpoints.latest() if executor.rank == 0 else None
+    before: Any = executor.on_first(lambda: _known(snapshot, checkpoints, folder))
+    facts = None if before is None else RunFacts.from_json(before[0])
+    job = build_together(as_before(recipe, facts), cache, executor)
+    if facts is not None:
+        check_data(job, facts, folder, moved)
+    say_all(job.notes, job.dataset.warnings)
+    executor.on_first(lambda: _describe(job, folder))
+    files = executor.share_folder(_empty_folder(folder / CLIENTS, executor))
+    if facts is None:
+        session = _begin(job, folder, executor, files)
+    else:
+        session = _resume(job, folder, executor, files, facts, snapshot)
+        session.metrics = before[1]
+    executor.on_first(lambda: replace_text(folder / "start.json", json.dumps(session.facts.start) + "\n"))
+    return session
+
+
+def _known(snapshot: Snapshot | None, checkpoints: Checkpoints, folder: Path) -> list[Any] | None:
+    """The facts and metrics of a run's newest checkpoint; None where there is none.
+
+    Raises UserError for a finished run without one, which would begin again.
+    """
+    if snapshot is not None:
+        return [snapshot.facts.to_json(), snapshot.metrics]
+    if (folder / "result.json").is_file():
+        raise UserError(f"{folder}: is finished and has no intact checkpoint to go on from; choose another run.dir")
+    if checkpoints.any():
+        warn(f"{folder}: no checkpoint is intact; the run starts from round 1")
+    return None
+
+
+def _describe(job: Job, folder: Path) -> None:
+    """Writes partition.json, and then recipe.yaml, the resolved recipe: check_folder reads both.
+
+    result.json goes first, where a finished run goes on: without it the folder is that of an unfinished run, whichever
+    of the two recipes it holds.
+    """
+    if (folder / "result.json").is_file():
+        (folder / "result.json").unlink()
+        sync(folder)
+    replace_text(folder / "partition.json", json.dumps(partition_summary(job)) + "\n")
+    replace_text(folder / "recipe.yaml", job.recipe.yaml())
+
+
+def _empty_folder(folder: Path, executor: Executor) -> Path:
     """A new, empty folder for the vectors that clients keep while the run lasts."""
 
     def make() -> None:
@@ -52,7 +120,7 @@ def empty_folder(folder: Path, executor: Executor) -> Path:
     return folder.resolve()
 
 
-def begin(job: Job, folder: Path, executor: Executor, files: Path) -> Session:
+def _begin(job: Job, folder: Path, executor: Executor, files: Path) -> Session:
     """A new run, before its first round."""
     began, shares = time.perf_counter(), _shares(job.recipe, executor)
     with stage("full local gradients at x0" if job.algorithm.needs_full_gradient() else "starting"):
@@ -67,11 +135,12 @@ def begin(job: Job, folder: Path, executor: Executor, files: Path) -> Session:
         start=executor.on_first(lambda: start_costs(job, time.perf_counter() - began)),
         shares=shares,
         head=job.backbone.start.setting,
+        base=job.base_digest(),
     )
     return Session(job, folder, executor, state, facts, [])
 
 
-def resume(
+def _resume(
     job: Job, folder: Path, executor: Executor, files: Path, facts: RunFacts, snapshot: Snapshot | None
 ) -> Session:
     """A run after the last round of its newest checkpoint. snapshot: that checkpoint, on rank 0."""

@@ -34,10 +34,7 @@ class VectorFile:
                 raise ValueError("it does not match its digest")
             return load_file(self.path)
         except (OSError, ValueError, SafetensorError) as error:
-            raise RunError(
-                f"{self.path}: the vectors of a client cannot be read ({error}). The last checkpoint is intact: the "
-                f"same command goes on from it"
-            ) from error
+            raise RunError(f"{self.path}: the vectors of a client cannot be read ({error})") from error
 
     def nbytes(self) -> int:
         """Bytes of the vectors, without the file's header."""
@@ -156,8 +153,7 @@ class ClientFiles(ClientStore):
         except (OSError, SafetensorError) as error:
             path.unlink(missing_ok=True)
             raise RunError(
-                f"{path}: the vectors of client {client} could not be written: {error}; the last checkpoint is intact. "
-                f"Make room and start the same command again"
+                f"{path}: the vectors of client {client} could not be written: {error}; make room"
             ) from error
 
     def _new(self, client: int) -> Path:

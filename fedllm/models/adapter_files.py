@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from fedllm.common.errors import UserError
+from fedllm.common.errors import RunError, UserError
 from fedllm.models.lora import PREFIX, head_modules, lora_layers, shortest_suffixes
 from fedllm.models.structure import FUSED, SplitQKV
 
@@ -46,7 +46,7 @@ def save_adapter(
     The folder is written under a temporary name and then renamed, so that a reader never finds a part of it. An
     existing adapter is replaced.
 
-    Raises UserError if `folder` exists and is not an adapter.
+    Raises UserError if `folder` exists and is not an adapter, OSError or RunError if it cannot be written.
     """
     folder = Path(folder).expanduser().resolve()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).exists()):
@@ -164,7 +164,10 @@ def _split(model: PeftModel, stored: dict[str, Tensor], path: Path) -> dict[str,
 
 
 def _write(model: PeftModel, folder: Path, base_name: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    save_file(adapter_tensors(model), folder / WEIGHTS, metadata={"format": "pt"})
+    try:
+        save_file(adapter_tensors(model), folder / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise RunError(f"{folder / WEIGHTS} could not be written: {error}; make room") from error
     adapter_config(model, base_name).save_pretrained(str(folder))
     config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _OF_LOADING}
     (folder / BASE_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -175,7 +178,17 @@ def _write(model: PeftModel, folder: Path, base_name: str, tokenizer: PreTrained
         text = json.dumps(model.config.quantization_config.to_dict(), indent=2, sort_keys=True) + "\n"
         (folder / QUANTIZATION).write_text(text, encoding="utf-8")
     if tokenizer is not None:
+        _save_tokenizer(tokenizer, folder)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raises RunError if it cannot be written, for which the tokenizers library raises a bare Exception."""
+    try:
         tokenizer.save_pretrained(str(folder))
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise RunError(f"{folder}: the tokenizer could not be written: {error}; make room") from error
 
 
 def _check_config(path: Path, ours: LoraConfig) -> None:

@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from fedllm.problems.base import Problem
 
 
+def require_counts(problem: Problem) -> None:
+    """Raises UserError unless the problem says how many coordinates and clients it has."""
+    for name, meaning in (("dim", "d, the number of coordinates"), ("num_clients", "N, the number of clients")):
+        found = getattr(problem, name, None)
+        if found is None:
+            raise UserError(f"{type(problem).__name__}.{name}: missing; set self.{name} in __init__: {meaning}")
+        if not isinstance(found, int) or found < 1:
+            raise UserError(f"{type(problem).__name__}.{name}: found {found!r}, expected {meaning}, 1 or more")
+
+
 def start(problem: Problem, x0: Tensor | None = None) -> Tensor:
     """A copy of x0 [d] in the dtype and on the device of problem.initial(); by default a copy of problem.initial()."""
     initial = problem.initial()

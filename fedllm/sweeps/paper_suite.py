@@ -13,6 +13,7 @@ from fedllm.experiment.build import with_dir
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.run import RunResult, run
 from fedllm.experiment.run_lock import RunInUseError, run_each_when_free
+from fedllm.experiment.stopping import stop_requests
 from fedllm.federation.executor import Executor
 from fedllm.reporting.score_table import SCORES_FILE, Beside, ScoreTable
 from fedllm.sweeps.suite_plan import default_model, plan_suite
@@ -64,10 +65,11 @@ def _run_all(recipes: Sequence[Recipe], out: Path, executor: Executor) -> dict[s
     found: dict[str, RunResult] = {}
 
     def attempt(recipe: Recipe, wait: bool) -> None:
+        stop.check(executor, recipe.run.max_hours, f"stopped before {recipe.name}")
         say(f"{recipes.index(recipe) + 1} of {len(recipes)}: {recipe.name}", "bold")
         folder = out / f"{recipe.name}-s{recipe.run.seed}"
         try:
-            found[recipe.name] = run(with_dir(recipe, folder), executor=executor, wait=wait)
+            found[recipe.name] = run(with_dir(recipe, folder), executor=executor, wait=wait, stop=stop)
         except StoppedError:
             raise
         except (UserError, RunError) as error:
@@ -75,7 +77,8 @@ def _run_all(recipes: Sequence[Recipe], out: Path, executor: Executor) -> dict[s
                 raise
             warn(f"{recipe.name} cannot be run: {error}")
 
-    run_each_when_free(recipes, attempt)
+    with stop_requests(executor.size) as stop:
+        run_each_when_free(recipes, attempt)
     return found
 
 

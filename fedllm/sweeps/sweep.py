@@ -14,6 +14,7 @@ from fedllm.experiment.build import ReadCache, with_dir
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.run import run
 from fedllm.experiment.run_lock import RunInUseError, run_each_when_free, run_lock
+from fedllm.experiment.stopping import StopRequests, stop_requests
 from fedllm.federation.executor import Executor
 from fedllm.reporting.report import report
 from fedllm.reporting.text_tables import markdown_table
@@ -46,11 +47,20 @@ def sweep(
 
 def run_sweep(plan: SweepPlan, executor: Executor | None = None) -> Path:
     """Runs the cells of a plan and reports them together, see `sweep`; returns the folder of the runs."""
-    choose = plan.grid.choose
     feeds = f", for {plan.grid.feeds}" if plan.grid.feeds else ""
     executor = executor or executor_for(plan.any_recipe().run)
     say(f"{amount(plan)}, into {plan.out}{feeds}")
-    runner = _Runner(executor, len(plan.tried_cells()))
+    with stop_requests(executor.size) as stop:
+        runner = _Runner(executor, stop, len(plan.tried_cells()))
+        folders = _run_cells(plan, runner)
+    executor.on_first(lambda: _write_tables(plan, folders))
+    if runner.failed:
+        raise RunError(f"{len(runner.failed)} runs of the sweep failed:\n  " + "\n  ".join(runner.failed))
+    return plan.out
+
+
+def _run_cells(plan: SweepPlan, runner: _Runner) -> list[Path]:
+    """Runs the wanted cases; the folders of all cases."""
     folders: list[Path] = []
     todo: dict[Path, Recipe] = {}
     for case, members in plan.cases.items():
@@ -59,16 +69,13 @@ def run_sweep(plan: SweepPlan, executor: Executor | None = None) -> Path:
             continue
         runs = {
             folder: plan.load(cell, {"run.seed": seed})
-            for cell in (_best(members, plan, choose, runner) if choose else members)
+            for cell in (_best(members, plan, plan.grid.choose, runner) if plan.grid.choose else members)
             for seed, folder in plan.folders(cell).items()
         }
         folders += runs
         todo |= runs
     runner.run(todo)
-    executor.on_first(lambda: _write_tables(plan, folders))
-    if runner.failed:
-        raise RunError(f"{len(runner.failed)} runs of the sweep failed:\n  " + "\n  ".join(runner.failed))
-    return plan.out
+    return folders
 
 
 def _write_tables(plan: SweepPlan, folders: Sequence[Path]) -> None:
@@ -83,12 +90,14 @@ def _write_tables(plan: SweepPlan, folders: Sequence[Path]) -> None:
 class _Runner:
     """Runs one recipe after the other. A failed run is recorded, and the next one begins.
 
-    Runs that another process is working on come last. trials: how many trials the sweep has.
+    Runs that another process is working on come last. A run that a signal or run.max_hours ends is the last one.
+    trials: how many trials the sweep has.
     """
 
-    def __init__(self, executor: Executor, trials: int) -> None:
+    def __init__(self, executor: Executor, stop: StopRequests, trials: int) -> None:
         self.failed: list[str] = []
         self.executor = executor
+        self._stop = stop
         self._cache = ReadCache()
         self._trials, self._tried = trials, 0
 
@@ -108,8 +117,9 @@ class _Runner:
         run_each_when_free(recipes, attempt)
 
     def _run(self, recipe: Recipe, folder: Path, wait: bool) -> None:
+        self._stop.check(self.executor, recipe.run.max_hours, f"stopped before {folder}")
         try:
-            run(with_dir(recipe, folder), self._cache, self.executor, wait=wait)
+            run(with_dir(recipe, folder), self._cache, self.executor, wait=wait, stop=self._stop)
         except StoppedError:
             raise
         except RunInUseError as error:

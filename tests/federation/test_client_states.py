@@ -81,7 +81,7 @@ def test_a_file_that_is_not_what_was_written_is_named(tmp_path: Path, damage: st
     path.unlink()
     if damage != "gone":
         path.write_bytes(content[:-4] if damage == "torn" else content[:-1] + b"\x01")
-    with pytest.raises(RunError, match=rf"{path}: the vectors of a client cannot be read .* checkpoint is intact"):
+    with pytest.raises(RunError, match=rf"{path}: the vectors of a client cannot be read"):
         store.get([7])
 
 

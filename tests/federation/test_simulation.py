@@ -406,17 +406,18 @@ def test_arguments_of_another_kind(keys: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"clients_per_round": 6}, "federation.clients_per_round: found 6, expected 1 to 5"),
-        ({"clients_per_round": 0}, "federation.clients_per_round: found 0, expected 1 to 5"),
-        ({"clients_per_round": 3, "tracked_per_round": 4}, "federation.tracked_per_round: found 4, expected 0 to 3"),
-        ({"tracked_per_round": -1}, "federation.tracked_per_round: found -1, expected 0 to 5"),
-        ({"local_steps": 0}, "local.steps: found 0, expected 1 or more"),
+        ({"clients_per_round": 6}, "^clients_per_round: found 6, expected 1 to 5"),
+        ({"clients_per_round": 0}, "^clients_per_round: found 0, expected 1 to 5"),
+        ({"clients_per_round": 3, "tracked_per_round": 4}, "^tracked_per_round: found 4, expected 0 to 3"),
+        ({"tracked_per_round": -1}, "^tracked_per_round: found -1, expected 0 to 5"),
+        ({"local_steps": 0}, "^local_steps: found 0, expected 1 or more"),
         ({"schedule": [([0], [])]}, "schedule: found 1 rounds, expected 2"),
         ({"schedule": [([0], []), ([5], [])]}, r"schedule\[1\]: found clients \[5\], expected different ones of 0..4"),
         ({"schedule": [([0, 0], []), ([1], [])]}, r"schedule\[0\]: found clients \[0, 0\], expected different"),
         ({"schedule": [([], []), ([1], [])]}, r"schedule\[0\]: found clients \[\], expected different"),
         ({"schedule": [[0, 1], [1, 2]]}, r"schedule\[0\]: found \[0, 1\], expected two lists of whole numbers, \(cl"),
         ({"schedule": [([0.7, 1], []), ([1], [])]}, r"schedule\[0\]: found \(\[0.7, 1\], \[\]\), expected two lists"),
+        ({"eval_every": 0}, "eval_every: found 0, expected 1 or more"),
         ({"rounds": -1}, "rounds: found -1, expected 0 or more"),
         ({"cohort": 0}, "stacked_clients: found 0, expected 1 or more"),
         ({"schedule": [([0], [1]), ([1], [])]}, r"schedule\[0\]: found tracked \[1\], expected some of its clients"),
@@ -425,6 +426,49 @@ def test_arguments_of_another_kind(keys: dict, message: str) -> None:
 def test_numbers_that_do_not_fit_the_federation(keys: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         simulate(FEDAVG, quadratic(), **{"rounds": 2, "local_steps": 1, **keys})
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("dim", None, r"Lines.dim: missing; set self.dim in __init__: d, the number of coordinates"),
+        (
+            "num_clients",
+            None,
+            r"Lines.num_clients: missing; set self.num_clients in __init__: N, the",
+        ),
+        ("dim", 2.0, r"Lines.dim: found 2.0, expected d, the number of coordinates, 1 or more"),
+        ("num_clients", 0, r"Lines.num_clients: found 0, expected N, the number of clients, 1 or more"),
+    ],
+)
+def test_a_problem_without_its_counts_is_named(attribute: str, value: object, message: str) -> None:
+    problem = Lines()
+    setattr(problem, attribute, value)
+    with pytest.raises(UserError, match=message):
+        simulate(FEDAVG, problem, rounds=1, local_steps=1)
+
+
+# What a simulation records.
+
+
+def test_evaluations_are_recorded_every_few_rounds_and_after_the_last_one() -> None:
+    problem = quadratic()
+    seen: list[Tensor] = []
+
+    def evaluate(x: Tensor, round: int) -> dict[str, float]:
+        seen.append(x.clone())
+        x.zero_()  # a copy: the simulation goes on from its own
+        return {"twice": 2.0 * round}
+
+    plain = simulate(FEDAVG, problem, rounds=5, local_steps=2)
+    found = simulate(FEDAVG, problem, rounds=5, local_steps=2, evaluate=evaluate, eval_every=2, keep_history=False)
+    assert found.evaluations == [{"round": t, "twice": 2.0 * t} for t in (2, 4, 5)]
+    assert plain.evaluations == []
+    assert torch.equal(torch.stack(seen), plain.history[[2, 4, 5]])
+    assert torch.equal(found.x, plain.x)
+    assert found.history.shape == (0, problem.dim)
+    with pytest.raises(UserError, match=r"evaluate: found float, expected a dict such as"):
+        simulate(FEDAVG, problem, rounds=1, local_steps=1, evaluate=lambda x, round: 0.5)
 
 
 def test_a_client_without_steps_is_named() -> None:

@@ -19,6 +19,7 @@ from repository import REPO
 from tiny_models import WORDS, save_tiny
 
 import fedllm.experiment.run
+import fedllm.experiment.training
 from fedllm.algorithms import algorithm_names
 from fedllm.cli.commands import main
 from fedllm.data.known_datasets import KNOWN_DATASETS
@@ -76,7 +77,7 @@ def glue(stand_ins: Path, out: Path, *more: str) -> int:
 def counted(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[int]:
     """The rounds that are run from now on; the user presses Ctrl-C in the `stop_at`-th."""
     rounds: list[int] = []
-    run_round: Callable[..., Any] = fedllm.experiment.run.run_round
+    run_round: Callable[..., Any] = fedllm.experiment.training.run_round
 
     def counting(*arguments: Any) -> Any:
         if len(rounds) + 1 == stop_at:
@@ -84,7 +85,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list
         rounds.append(1)
         return run_round(*arguments)
 
-    monkeypatch.setattr(fedllm.experiment.run, "run_round", counting)
+    monkeypatch.setattr(fedllm.experiment.training, "run_round", counting)
     return rounds
 
 

@@ -1,0 +1,41 @@
+"""What is shown while work goes on: a bar where there is a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from fedllm.common import console
+from fedllm.common.console import LongLoop, RoundProgress
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_the_bar_keeps_the_round_number_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(console, "console", Console(file=screen, width=width, force_terminal=True, color_system=None))
+    progress = RoundProgress(rounds=100, start=0)
+    progress.finish(57, "train loss 0.1234  accuracy 0.8123 (best 0.8200)")
+    console.console.print(progress._bar.get_renderable())
+    assert "round  57/100" in screen.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_loop_is_shown_after_two_seconds_and_not_before(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, now = io.StringIO(), 0.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    monkeypatch.setattr(
+        console, "Console", lambda **_: Console(file=screen, force_terminal=terminal, width=80, color_system=None)
+    )
+    with LongLoop("round", 2000) as loop:
+        loop.update(1)
+        now = 1.9
+        loop.update(500)
+        assert screen.getvalue() == ""
+        for now in (2.1, 5.0, 11.0, 12.2):
+            loop.update(int(100 * now))
+    if terminal:
+        assert "round" in screen.getvalue()
+    else:
+        assert screen.getvalue() == "round 210 of 2,000\nround 1,220 of 2,000\n"
