@@ -114,8 +114,8 @@ _TRAFFIC = """\
 d is a vector with one number per coordinate, B (marked "(B)") one with one number per block (see `blocks`). "down" is
 what each of the S sampled clients receives, with x. "up" is what it sends, with d_i; T/S is the fraction of sampled
 clients that are tracked. Vectors that only the server needs are not sent. FAdamGC, FA-NT and SCAFFOLD send 3 + T/S
-model-sized vectors per sampled client: the tracked vector goes down to all S clients, because they all need it to correct
-their gradients, and up from the T tracked ones. The FAdamGC paper counts the same (Table 7 over Table 2: 3.5 at
+model-sized vectors per sampled client: the tracked vector goes down to all S clients, because all of them need it to
+correct their gradients, and up from the T tracked ones. The FAdamGC paper counts the same (Table 7 over Table 2: 3.5 at
 T = S/2). If a client that has the last x can compute a vector from the new x, the algorithm's section says so, and down
 is one d less for that client.
 """

@@ -58,9 +58,9 @@ def traffic(alg: Algorithm, info: RoundInfo, dim: int, value_bytes: int = 4) -> 
 def vectors_per_round(alg: Algorithm, info: RoundInfo, dim: int, *, derive: bool = False) -> float:
     """V(t): model-sized vectors a sampled client moves in a round, both ways, the tracked share counted as T/S.
 
-    FedAvg 2; FAdamGC, FA-NT and SCAFFOLD 3 + T/S, because y goes down to all S and its change goes up from T, as GC counts
-    (Table 7 over Table 2: 3.5 at T = S/2). derive: without the downloads that a client can compute from the last x, such
-    as FedAdamW's Delta.
+    FedAvg 2; FAdamGC, FA-NT and SCAFFOLD 3 + T/S, because y goes down to all S and its change goes up from T, as GC
+    counts (Table 7 over Table 2: 3.5 at T = S/2). derive: without the downloads that a client can compute from the last
+    x, such as FedAdamW's Delta.
     """
     sent = traffic(alg, info, dim)
     derived = _values({name: alg.downloads()[name] for name in alg.derivable}, info, dim) if derive else 0
