@@ -158,8 +158,10 @@ def _merge(base: Sections, top: Mapping[str, Any], rules: KeyRules) -> Sections:
     merged = dict(base)
     for section, values in top.items():
         below = merged.get(section)
-        both = isinstance(values, Mapping) and isinstance(below, Mapping)
-        merged[section] = _over(section, below, values, rules) if both else values
+        if isinstance(values, Mapping) and isinstance(below, Mapping):
+            merged[section] = _over(section, below, values, rules)
+        else:
+            merged[section] = values
     return merged
 
 
@@ -183,8 +185,8 @@ def _entries(below: Mapping[str, Any], above: Mapping[str, Any], rules: KeyRules
     merged = {rules.own("algorithms", str(name)): settings for name, settings in below.items()}
     for name, settings in above.items():
         lower = merged.get(own := rules.own("algorithms", str(name)))
-        both = isinstance(settings, Mapping) and isinstance(lower, Mapping)
-        merged[own] = {**lower, **settings} if both else settings
+        mappings = [each for each in (lower, settings) if isinstance(each, Mapping)]
+        merged[own] = {**mappings[0], **mappings[1]} if len(mappings) == 2 else settings
     return merged
 
 

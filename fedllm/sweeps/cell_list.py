@@ -13,12 +13,11 @@ from fedllm.results.names import setting_text
 from fedllm.sweeps.sweep_plan import SweepPlan
 
 Sections = Mapping[str, Mapping[str, Any]]
-_WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def list_cells(plan: SweepPlan) -> None:
     """Prints the number of runs, and for each cell the settings that differ from the recipe."""
-    say(textwrap.fill(f"{amount(plan)}, into {plan.out}", console.width, **_WHOLE_WORDS))
+    say(_folded(f"{amount(plan)}, into {plan.out}"))
     if (choose := plan.grid.choose) and choose.set:
         say(f"Trials also have {setting_text(choose.set).strip('{}')}.")
     loaded = {cell: plan.load(cell) for cell in plan.wanted_cells()}
@@ -27,7 +26,13 @@ def list_cells(plan: SweepPlan) -> None:
     for cell, recipe in loaded.items():
         say(f"\n{cell.name}", "bold")
         for line in [*_differences(recipe.sections(), base), *recipe.notes] or ["no difference"]:
-            say(textwrap.fill(line, console.width, initial_indent="  ", subsequent_indent="    ", **_WHOLE_WORDS))
+            say(_folded(line, "  ", "    "))
+
+
+def _folded(text: str, first: str = "", others: str = "") -> str:
+    """Text in lines that fit the terminal, with an indent of the first line and of the others. Words stay whole."""
+    fold = textwrap.TextWrapper(console.width, first, others, break_long_words=False, break_on_hyphens=False)
+    return fold.fill(text)
 
 
 def amount(plan: SweepPlan) -> str:

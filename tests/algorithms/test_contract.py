@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedllm import QuadraticProblem, load_algorithm, simulate
-from fedllm.algorithms import Algorithm, algorithm_class, algorithm_names
+from fedllm.algorithms import Algorithm, algorithm_class, algorithm_names, canonical_name
 from fedllm.algorithms.base import Reduced, RoundInfo, Rows
 from fedllm.blocks import BlockPartition
 from fedllm.blocks.layout import whole
@@ -393,3 +393,53 @@ def test_values_out_of_range_name_the_key(name: str, keys: dict, message: str) -
 def test_an_unknown_algorithm_is_named_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"algorithm.name: unknown algorithm 'scafold' \(did you mean 'scaffold'\?\)"):
         load_algorithm("scafold")
+
+
+# Names and defaults
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("FedAdamW", "fedadamw"), ("LocalAdamW", "localadamw"), ("FAdamGC", "fadamgc"), ("SCAFFOLD", "scaffold"),
+        ("FA-NT", "fa_nt"), ("FAdamGT", "fadamgc"), ("FedIT", "fedavg"), ("Local Adam", "localadam"),
+        ("SCAFFOLD-M", "scaffoldm"), ("FAdamGC-B", "fadamgc_b"), ("FedIT+AdamGT", "fadamgc"), ("FedAvg-M", "fedavgm"),
+        ("my.module:FedAvg", "my.module:FedAvg"), ("fednova", "fednova"),
+    ],
+)  # fmt: skip
+def test_names_as_papers_write_them(written: str, name: str) -> None:
+    assert canonical_name(written) == name
+    if name in algorithm_names():
+        assert type(load_algorithm(written)) is type(load_algorithm(name))
+
+
+def test_no_two_algorithms_share_a_name_in_any_spelling() -> None:
+    for name in algorithm_names():
+        spellings = (name, *type(load_algorithm(name)).aliases)
+        assert {canonical_name(each.replace("_", "-").upper()) for each in spellings} == {name}
+
+
+@pytest.mark.parametrize(
+    ("written", "advice"),
+    [
+        ("fadamcg", " (did you mean 'fadamgc'?)"), ("Scafold", " (did you mean 'scaffold'?)"), ("fedyogi", ""),
+        ("feddyn", ""), ("FedProx", ""),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_gets_no_unrelated_advice(written: str, advice: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_algorithm(written)
+    assert f"unknown algorithm '{written}'{advice}; known: fa_nt (fadamet, fedit_adamet), fadamgc (" in str(error.value)
+
+
+def test_steps_of_sgd_are_longer_by_default_than_those_of_adam() -> None:
+    rates = {name: load_algorithm(name).lr for name in algorithm_names()}
+    assert {name for name, lr in rates.items() if lr == 0.1} == {
+        "fedavg", "fedavgm", "scaffold", "scaffoldm", "fedcm", "fedadam", "fedams",
+    }  # fmt: skip
+    assert rates.pop("padamfed") is None
+    assert set(rates.values()) == {0.1, 1e-3}
+
+
+def test_fedavg_alone_weights_clients_by_size_by_default() -> None:
+    assert {name for name in algorithm_names() if load_algorithm(name).weights == "size"} == {"fedavg"}

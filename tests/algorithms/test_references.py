@@ -73,7 +73,7 @@ CASES = [
     for name, options in OPTIONS.items()
     for number, option in enumerate(options)
     for label, common in COMMON.items()
-    for keys in [{"lr": 0.05, **common, **option}]
+    for keys in [{"lr": 0.05, "weights": "uniform", **common, **option}]
 ]
 
 

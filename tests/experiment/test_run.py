@@ -18,6 +18,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import yaml
 from adapters import adapter, assert_close, same_bits
 from peft import PeftModel
 from repository import REPO
@@ -33,6 +34,7 @@ from fedllm.data.loading import load_dataset
 from fedllm.experiment import checkpoints as state
 from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.export import export_adapter
+from fedllm.experiment.resume import check_folder
 from fedllm.experiment.run import RunResult, dry_run
 from fedllm.experiment.run_lock import LOCK, run_lock
 from fedllm.federation import client_states as clients
@@ -361,7 +363,7 @@ def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path, change
 def test_partition_json_tells_which_site_a_client_is(tiny: Path, tmp_path: Path) -> None:
     words = [
         "partition={scheme: by_column, column: site, clients: null}",
-        "federation={rounds: 1, clients_per_round: 2}",
+        "federation={rounds: 1, clients_per_round: 2, tracked_per_round: null}",
     ]
     run = run_recipe(tiny / "recipe.yaml", words, tmp_path / "run")
     found = json.loads((run.folder / "partition.json").read_text())
@@ -434,6 +436,48 @@ def test_run_stops_at_the_target_when_asked(tiny: Path, tmp_path: Path) -> None:
     assert (result["rounds"], result["rounds_to_target"]) == (1, 1)
 
 
+def test_a_run_stops_at_a_target_of_the_loss_which_it_reaches_from_above(tiny: Path, tmp_path: Path) -> None:
+    overrides = ["federation.rounds=2", "eval={target: {eval_loss: 100}, stop_at_target: true}"]
+    run = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / "early")
+    assert (run.result["rounds"], run.result["rounds_to_target"]) == (1, 1)
+    assert load_run(run.folder).result["target"] == {"eval_loss": 100}
+    missed = run_recipe(tiny / "recipe.yaml", [*overrides, "eval.target={eval_loss: 0.001}"], tmp_path / "late")
+    assert (missed.result["rounds"], missed.result["rounds_to_target"]) == (2, None)
+
+
+SITES = [
+    "partition={scheme: by_column, column: site, clients: null}",
+    "federation={clients_per_round: null, rounds: 1}",
+]
+
+
+def test_sites_of_a_column_are_all_sampled_where_no_number_is_given(tiny: Path, tmp_path: Path) -> None:
+    folder = run_recipe(tiny / "recipe.yaml", SITES, tmp_path / "run").folder
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    assert (recipe["federation"]["clients_per_round"], recipe["partition"]["clients"]) == (5, None)
+    assert load_run(folder).rounds[0]["clients"] == [0, 1, 2, 3, 4]
+    check_folder(folder, load_recipe(tiny / "recipe.yaml", SITES))
+    check_folder(folder, load_recipe(tiny / "recipe.yaml", [*SITES, "federation.clients_per_round=5"]))
+    with pytest.raises(UserError, match=r"federation\.clients_per_round: 5 there, 4 here"):
+        check_folder(folder, load_recipe(tiny / "recipe.yaml", [*SITES, "federation.clients_per_round=4"]))
+    (folder / "partition.json").write_text("{")
+    with pytest.raises(UserError, match=r"partition\.json: not readable .* choose another run\.dir"):
+        check_folder(folder, load_recipe(tiny / "recipe.yaml", SITES))
+
+
+@pytest.mark.parametrize("word", ["partition.clients=6", "federation.clients_per_round=6"])
+def test_a_number_of_clients_that_was_given_must_fit(tiny: Path, tmp_path: Path, word: str) -> None:
+    with pytest.raises(UserError, match=f"{word.partition('=')[0]}.*6"):
+        run_recipe(tiny / "recipe.yaml", [*SITES, word], tmp_path / "run")
+
+
+def test_the_settings_that_another_algorithm_takes_over_are_said(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry_run(load_recipe(tiny / "recipe.yaml", ["algorithm=FedAvg", f"run.dir={tmp_path}/run"]))
+    assert "algorithm fedavg in place of fadamgc: takes over lr\n" in capsys.readouterr().out
+
+
 def test_every_algorithm_trains_a_lora_model(tiny: Path, tmp_path: Path) -> None:
     """Each algorithm on the LoRA path, two rounds: finite, moved, and the bytes that its declarations predict."""
     from fedllm.algorithms import algorithm_names
@@ -478,7 +522,8 @@ def test_gpt2_trains_on_real_pairs_with_the_real_tokenizer(tmp_path: Path) -> No
         pytest.skip("needs a local hub with GPT-2's tokenizer and QQP")
     overrides = [
         f"run.local_hub={hub}", "model.pretrained=false", "data.max_train=200", "data.max_validation=8",
-        "data.max_length=32", "federation={rounds: 1, clients_per_round: 2}", "local={steps: 1, batch_size: 2}",
+        "federation={rounds: 1, clients_per_round: 2, tracked_per_round: null}", "local={steps: 1, batch_size: 2}",
+        "data.max_length=32",
         "partition={scheme: iid, clients: 4}", "lora.rank=2",
     ]  # fmt: skip
     result = run_recipe(REPO / "recipes" / "qqp_fadamgc.yaml", overrides, tmp_path / "run")

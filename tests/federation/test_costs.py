@@ -47,7 +47,7 @@ COSTS = {"fedavg": FEDAVG, "fadamgc": FADAMGC, "fedadamw": FEDADAMW}
 def costed(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     overrides = [f"federation.rounds={ROUNDS}", f"algorithm={{name: {request.param}, lr: 0.01}}"]
     if request.param != "fadamgc":
-        overrides.append(f"federation={{rounds: {ROUNDS}, clients_per_round: {S}}}")
+        overrides.append(f"federation={{rounds: {ROUNDS}, clients_per_round: {S}, tracked_per_round: null}}")
     return run_recipe(tiny / "recipe.yaml", overrides, tmp_path_factory.mktemp("costs") / request.param)
 
 

@@ -159,7 +159,9 @@ def test_weights_by_size() -> None:
     alg = load_algorithm("fedavg", lr=0.1, weights="size")
     result = simulate(alg, Lines(sizes=sizes), rounds=1, local_steps=1)
     assert float(result.x) == pytest.approx(-0.1 * (1 * 4 + 2 * 3 + 3 * 2 + 4 * 1) / 10)
-    assert float(simulate(FEDAVG, Lines(sizes=sizes), rounds=1, local_steps=1).x) == pytest.approx(-0.1 * 2.5)
+    assert simulate(FEDAVG, Lines(sizes=sizes), rounds=1, local_steps=1).x == result.x, "FedAvg's default"
+    alike = load_algorithm("fedavg", lr=0.1, weights="uniform")
+    assert float(simulate(alike, Lines(sizes=sizes), rounds=1, local_steps=1).x) == pytest.approx(-0.1 * 2.5)
 
 
 def test_gradients_are_clipped_to_a_global_norm() -> None:

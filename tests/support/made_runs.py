@@ -36,7 +36,7 @@ def make_run(
     given_recipe.write_text(yaml.safe_dump({"data": data, "algorithm": {"name": algorithm}}))
     wanted = "null" if target is None else f"{{{metric}: {target}}}"
     more = (f"run.seed={seed}", f"eval.target={wanted}", f"federation.rounds={len(scores)}")
-    given_recipe.write_text(load_recipe(given_recipe, [*more, *overrides]).yaml())
+    given_recipe.write_text(load_recipe(given_recipe, [*more, *overrides]).for_clients(100).yaml())
     lines = []
     for number, score in enumerate(scores, 1):
         line = {"round": number, "train_loss": 1 / number, "bytes_up": 1000, "bytes_down": 500, "seconds": 2.0,

@@ -83,6 +83,8 @@ def test_a_sweep_is_its_runs_and_their_table(
     out = tmp_path / "out"
     assert main(["sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out), "run.threads=1"]) == 0
     assert names(out) == ["lr=0.01-s0", "lr=0.01-s1", "lr=0.02-s0", "lr=0.02-s1"]
+    said = capsys.readouterr().out
+    assert [f"run {n} of 4: {out / name}" in said for n, name in enumerate(names(out), 1)] == [True] * 4
     assert len(tokenized) == 2, "training and validation samples, once for all four runs"
     run_lock = run_recipe(
         tiny / "recipe.yaml",
@@ -159,13 +161,72 @@ def test_one_case_run_alone_leaves_the_others_in_the_tables(
 
 
 def test_a_dry_run_lists_the_cells(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grid = write(tmp_path, grid={"algorithm.lr": [0.01, 0.02]})
-    out = tmp_path / "out"
-    assert main(["sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out), "--dry-run", "lora.rank=1"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "lr=0.01: algorithm.lr=0.01 lora.rank=1", "lr=0.02: algorithm.lr=0.02 lora.rank=1",
-    ]  # fmt: skip
+    cases = {"same": {"algorithm": "FAdamGC"}, "other": {"algorithm": {"name": "fedavg"}, "partition": {"alpha": 1}}}
+    grid = write(tmp_path, cases=cases, grid={"algorithm.lr": [0.01, 0.02]}, seeds=[0, 1, 2])
+    out, recipe = tmp_path / "out", tmp_path / "r.yaml"
+    recipe.write_text(f"extends: {tiny}/recipe.yaml\nalgorithm: {{tracking_init: gradient, schedule: linear}}\n")
+    command = ["sweep", str(recipe), str(grid), "--out", str(out), "--dry-run"]
+    assert main([*command, "lora.rank=1"]) == 0
+    said = capsys.readouterr().out
+    assert " ".join(said.split("\n\n")[0].split()) == (
+        f"4 cells: 12 runs, every cell with 3 seeds, into {out} Settings of each cell that differ from {recipe}:"
+    )
+    note = "takes over schedule; drops\n    tracking_init, which it does not have"
+    shared = "  lora: {rank: 1}\n  partition: {alpha: 1}\n"
+    last = f"  algorithm fedavg in place of fadamgc: {note}"
+    assert said.rstrip().split("\n\n")[1:] == [
+        f"other,lr=0.01\n{shared}  algorithm: {{name: fedavg, weights: size}}\n{last}",
+        f"other,lr=0.02\n{shared}  algorithm: {{name: fedavg, lr: 0.02, weights: size}}\n{last}",
+        "same,lr=0.01\n  lora: {rank: 1}",
+        "same,lr=0.02\n  lora: {rank: 1}\n  algorithm: {lr: 0.02}",
+    ]
     assert not out.exists()
+
+
+def test_a_dry_run_counts_the_trials(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = write(
+        tmp_path,
+        cases={"a": {"grid": {"lora.rank": [1, 2, 3]}}, "b": {"lora.alpha": 1}},
+        choose={"rounds": 2, "set": {"eval.every": 2}},
+        seeds=[0, 1],
+    )
+    assert main(["sweep", str(tiny / "recipe.yaml"), str(grid), "--out", "out", "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 cells: 3 trials of 2 rounds, then 4 runs, the best cell of each of 2 cases with 2 seeds, into out" in said
+    assert "Trials also have eval.every: 2." in said
+    assert main(["sweep", str(tiny / "recipe.yaml"), str(grid), "--out", "out", "--dry-run", "--only", "b"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 cell: 0 trials of 2 rounds, then 2 runs, the best cell with 2 seeds, into out" in said
+
+
+def test_cells_of_a_recipe_that_needs_the_grid_are_compared_with_each_other(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("data: {name: glue/sst2}\n")
+    grid = write(tmp_path, set={"algorithm": "fedavg"}, grid={"lora.rank": [1, 2]})
+    assert main(["sweep", str(recipe), str(grid), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "differ between cells:" in said
+    assert said.endswith("\nrank=1\n  lora: {rank: 1}\n\nrank=2\n  lora: {rank: 2}\n")
+
+
+def test_a_case_changes_the_keys_that_it_gives_and_no_others(tiny: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"extends: {tiny}/recipe.yaml\nalgorithm: {{lr: 3.0e-3, schedule: linear}}\n")
+    cases = {name: {"algorithm": {"name": name}, "local": {"batch_size": 4}} for name in ("fadamgc", "fedadamw")}
+    for cell in cells(load_grid(write(tmp_path, cases=cases, set={"federation": {"rounds": 2}}))):
+        loaded = cell.recipe(str(recipe))
+        assert (loaded.algorithm["name"], loaded.algorithm["lr"]) == (cell.case, 3e-3)
+        assert loaded.algorithm["schedule"] == "linear"
+        assert (loaded.local.epochs, loaded.local.batch_size) == (1, 4)
+        assert (loaded.federation.rounds, loaded.federation.clients_per_round) == (2, 5)
+
+
+def test_a_grid_may_hold_anchors_under_keys_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text("x-rates: &r [1.0e-3, 3.0e-3]\ngrid: {algorithm.lr: *r}\n")
+    assert load_grid(path).grid == {"algorithm.lr": [1e-3, 3e-3]}
 
 
 def test_a_cell_that_cannot_go_on_does_not_stop_the_others(
