@@ -35,7 +35,13 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
 
 
 class RoleError(ValueError):
-    """Raised for a weight or an attention of unknown role. The message has its name, its shape and a remedy."""
+    """Raised for a weight or an attention of unknown role. The message has its name, its shape and a remedy.
+
+    reason: the message without the remedy."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{reason}{remedy}")
+        self.reason = reason
 
 
 @dataclass(frozen=True)

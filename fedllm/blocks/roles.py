@@ -41,7 +41,7 @@ def _refuse(strangers: Iterable[tuple[str, torch.Size]]) -> None:
     listed = [f"{name} {list(shape)}" for name, shape in strangers]
     if listed:
         more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
-        raise RoleError(f"no known role, so no blocks, for {', '.join(listed[:5])}{more}: {_ADVICE}")
+        raise RoleError(f"no known role, so no blocks, for {', '.join(listed[:5])}{more}", f": {_ADVICE}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Roles:
             if strange and not any(is_inside(name, path) for name in wanted for path in strange):
                 return cls(modules, places, {}, strange)
             if unknown == "error":
-                raise RoleError(f"{error}; {_ADVICE}") from None
+                raise RoleError(error.reason, f"; {_ADVICE}") from None
             return cls(modules, places, {}, [""])
         projections: dict[str, tuple[str, Attention]] = {}
         for attention in found:
