@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -53,18 +53,22 @@ def _config(name: str, found: Path | None) -> PreTrainedConfig:
         where, options = str(found.parent), {**options, "gguf_file": found.name}
     else:
         where = str(found)
-    return AutoConfig.from_pretrained(where, **options)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(where, **options)
+    return config
 
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
     if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         config.num_labels = 2
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        return model
+        return _from_config(AutoModelForSequenceClassification, config)
     named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
     cls = next((cls for cls in named if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
-    made: PreTrainedModel = cls(config) if cls else AutoModel.from_config(config, dtype=torch.float32)
-    return made
+    return cls(config) if cls else _from_config(AutoModel, config)
+
+
+def _from_config(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
+    return model
 
 
 def query_and_value(model: PreTrainedModel, name: str) -> list[str]:
@@ -100,6 +104,6 @@ def add_lora(model: PreTrainedModel, targets: Sequence[str], rank: int) -> PeftM
 
 def _trained_head(model: PreTrainedModel) -> tuple[str, ...]:
     """The head of a classifier. That of a language model, whose outputs are tokens, stays frozen."""
-    prefix = model.base_model_prefix
+    prefix, net = model.base_model_prefix, cast(Any, model)
     headless = not prefix or not hasattr(model, prefix)
-    return () if headless or model.get_output_embeddings() is not None else find_head(model)
+    return () if headless or net.get_output_embeddings() is not None else find_head(model)
