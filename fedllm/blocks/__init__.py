@@ -41,8 +41,8 @@ def partition(
 
     scheme: `hessian`: query and key weights by attention head; every other matrix by output neuron, token, class or
             LoRA direction (its rows; the columns of a GPT-2 Conv1D, its fused query, key and value separately);
-            a vector is one block. `tensor`: one block per tensor. `elementwise`: one block per coordinate. `none`: one
-            block in total.
+            convolutions by output filter; stacked experts by expert and output row; a vector is one block. `tensor`:
+            one block per tensor. `elementwise`: one block per coordinate. `none`: one block in total.
     trainable_only: only the parameters that require a gradient.
     unknown: what to do with a weight of unknown role: `error`, or `tensor` (one block). An attention of unknown layout
             is ignored if none of its own weights are to be partitioned.

@@ -12,6 +12,7 @@ from .wrappers import find_places, modules_by_path, unwrap
 LAYOUTS = {
     # architectures: query, key, value and output, relative to the module that holds the four
     "BERT, RoBERTa, ELECTRA": ("self.query", "self.key", "self.value", "output.dense"),
+    "DeBERTa": ("self.in_proj", "self.in_proj", "self.in_proj", "output.dense"),
     "DeBERTa-v2, DeBERTa-v3": ("self.query_proj", "self.key_proj", "self.value_proj", "output.dense"),
     "ALBERT": ("query", "key", "value", "dense"),
     "DistilBERT": ("q_lin", "k_lin", "v_lin", "out_lin"),
@@ -27,14 +28,20 @@ LAYOUTS = {
     "MPT": ("Wqkv", "Wqkv", "Wqkv", "out_proj"),
     "GPT-NeoX, BLOOM": ("query_key_value", "query_key_value", "query_key_value", "dense"),
 }
-_BY_HEAD = "query_key_value"
+_BY_HEAD = ("query_key_value", "in_proj")
 _KNOWN = "; ".join([*LAYOUTS, "torch.nn.MultiheadAttention"])
 _CONV1D = "Conv1D"
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
 
 
 class RoleError(ValueError):
-    """Raised for a weight or an attention of unknown role. The message has its name, its shape and a remedy."""
+    """Raised for a weight or an attention of unknown role. The message has its name, its shape and a remedy.
+
+    reason: the message without the remedy."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{reason}{remedy}")
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,8 @@ class Attention:
     name: the module that holds the four projections.
     fused: query, key and value are one layer with (num_heads + 2 num_kv_heads) * head_dim outputs in this order; the
         three paths are equal (GPT-2's c_attn; a torch.nn.MultiheadAttention, whose own path it is).
-    by_head: fused head by head: first the query, key and value of head 0, then those of head 1 (GPT-NeoX).
+    by_head: fused head by head: first the query, key and value of head 0, then those of head 1 (GPT-NeoX,
+        DeBERTa).
     num_kv_heads: heads of key and value; fewer than num_heads under grouped-query attention.
     """
 
@@ -143,7 +151,7 @@ def _attention(modules: dict[str, nn.Module], path: str, layout: list[str]) -> A
     for projection, expected in outputs.items():
         _check(modules, projection, "outputs", expected, f"{heads} heads, {kv_heads} key-value heads of {head_dim}")
     _check(modules, output, "inputs", inner, f"{heads} heads of {head_dim}")
-    return Attention(path, query, key, value, output, fused, heads, kv_heads, head_dim, child == _BY_HEAD)
+    return Attention(path, query, key, value, output, fused, heads, kv_heads, head_dim, child in _BY_HEAD)
 
 
 def _multihead(owner: str, path: str, module: nn.MultiheadAttention) -> Attention:

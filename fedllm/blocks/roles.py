@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from .attention import Attention, RoleError, features, find_attention, is_conv1d, is_inside, strange_attentions
+from .bare_parameters import bare_tile
 from .layout import Run, Tile, whole
 from .wrappers import LAYER, Place, find_places, is_wrapper, modules_by_path, unwrap
 
@@ -17,6 +19,9 @@ OUTPUT = "attention output"
 UNKNOWN = "unknown"
 _BY_ROW = ("lora_A", "lora_embedding_A", "lora_embedding_B")
 _MULTIHEAD = {"in_proj_weight": FUSED, "q_proj_weight": "query", "k_proj_weight": "key", "v_proj_weight": "value"}
+POSITIONS = {  # DeBERTa's projections of relative positions, beside the query
+    "pos_key_proj": "key", "pos_query_proj": "query", "pos_proj": "key", "pos_q_proj": "query",
+}  # fmt: skip
 _ADVICE = "pass unknown='tensor' to give every weight without a role one block"
 
 
@@ -36,7 +41,7 @@ def _refuse(strangers: Iterable[tuple[str, torch.Size]]) -> None:
     listed = [f"{name} {list(shape)}" for name, shape in strangers]
     if listed:
         more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
-        raise RoleError(f"no known role, so no blocks, for {', '.join(listed[:5])}{more}: {_ADVICE}")
+        raise RoleError(f"no known role, so no blocks, for {', '.join(listed[:5])}{more}", f": {_ADVICE}")
 
 
 @dataclass(frozen=True)
@@ -67,20 +72,23 @@ class Roles:
             if strange and not any(is_inside(name, path) for name in wanted for path in strange):
                 return cls(modules, places, {}, strange)
             if unknown == "error":
-                raise RoleError(f"{error}; {_ADVICE}") from None
+                raise RoleError(error.reason, f"; {_ADVICE}") from None
             return cls(modules, places, {}, [""])
         projections: dict[str, tuple[str, Attention]] = {}
         for attention in found:
             inputs = (FUSED, FUSED, FUSED) if attention.fused else ("query", "key", "value")
             paths = (attention.query, attention.key, attention.value, attention.output)
             projections |= {path: (role, attention) for path, role in zip(paths, (*inputs, OUTPUT), strict=True)}
+            holder = attention.query.rpartition(".")[0]
+            positions = {f"{holder}.{child}".lstrip("."): (role, attention) for child, role in POSITIONS.items()}
+            projections |= {path: found for path, found in positions.items() if path in modules}
         return cls(modules, places, projections, [attention.name for attention in found])
 
     def tile(self, name: str, shape: torch.Size) -> Tile:
         """The blocks of one tensor. A tensor without a role is one block of role UNKNOWN."""
         if len(shape) < 2:
             return whole(name, "vector", shape.numel())
-        tile = self._matrix_tile(name, shape) if len(shape) == 2 else None
+        tile = self._matrix_tile(name, shape)
         # An adapter or a packed weight of unexpected shape gives a tile that does not cover its tensor.
         if tile is None or tile.dim != shape.numel():
             return whole(name, UNKNOWN, shape.numel())
@@ -93,12 +101,16 @@ class Roles:
         role, attention = self._layer_role(place.owner)
         if part in _BY_ROW:
             return _tile(name, f"{role} {part}", _neurons(role, None, shape[0]), shape)
+        if part == LAYER and (bare := bare_tile(name, module, shape)):
+            return bare
         if role == UNKNOWN:
             return None
         if part == "lora_B":
             return _tile(name, f"{role} {part}", _neurons(role, attention, shape[0]), shape)
         if part != LAYER:
             return None
+        if isinstance(module, _ConvNd):
+            return _filters(name, role, module, shape) if leaf == "weight" else None
         if isinstance(module, nn.MultiheadAttention):
             role = _MULTIHEAD[leaf]  # a MultiheadAttention has no other matrices
         elif leaf != "weight" or shape != _weight_shape(module):
@@ -113,9 +125,10 @@ class Roles:
         layer = unwrap(self.modules[owner])
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             return "embedding", None
-        if features(layer) is None or any(is_inside(owner, attention) for attention in self.attentions):
+        convolution = isinstance(layer, _ConvNd)
+        if not (convolution or features(layer)) or any(is_inside(owner, attention) for attention in self.attentions):
             return UNKNOWN, None
-        return "linear", None
+        return "convolution" if convolution else "linear", None
 
 
 def _neurons(role: str, attention: Attention | None, count: int) -> tuple[Run, ...]:
@@ -143,11 +156,20 @@ def _neurons(role: str, attention: Attention | None, count: int) -> tuple[Run, .
 
 
 def _tile(name: str, role: str, neurons: tuple[Run, ...], shape: torch.Size, transposed: bool = False) -> Tile:
-    """The tile of a matrix [out, in], or of one stored [in, out], from the blocks of its output neurons."""
+    """The tile of a tensor [out, in, ...], or of one stored [in, out], from the blocks of its output neurons."""
     if transposed:
         columns = tuple(replace(run, label=run.label.replace("row", "column")) for run in neurons)
         return Tile(name, role, columns, repeats=shape[0])
-    return Tile(name, role, tuple(replace(run, width=run.width * shape[1]) for run in neurons))
+    return Tile(name, role, tuple(replace(run, width=run.width * shape[1:].numel()) for run in neurons))
+
+
+def _filters(name: str, role: str, layer: _ConvNd, shape: torch.Size) -> Tile | None:
+    """The tile of a convolution [out, in, ...] by output filter; of a transposed one [in, out, ...] without groups."""
+    if not isinstance(layer, _ConvTransposeNd):
+        return _tile(name, role, (Run("filter", shape[0], 1),), shape)
+    if layer.groups > 1:
+        return None
+    return Tile(name, role, (Run("filter", shape[1], shape[2:].numel()),), repeats=shape[0])
 
 
 def _weight_shape(module: nn.Module) -> tuple[int, int] | None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedllm.cli.options import add_command, add_recipe, importing, recipe_keys
-from fedllm.common.errors import UserError
 
 if TYPE_CHECKING:
     from fedllm.cli.options import Commands
@@ -26,7 +25,13 @@ def add_commands(commands: Commands) -> None:
     blocks.add_argument("--scheme", default="hessian", choices=["hessian", "tensor", "elementwise", "none"])
     blocks.add_argument("--rank", type=int, default=16, help="rank of the LoRA adapters (default 16)")
     blocks.add_argument("--full", action="store_true", help="all weights of the model, without LoRA")
-    blocks.add_argument("--random", action="store_true", help="random weights, for a model folder without weights")
+    blocks.add_argument("--random", action="store_true", help="not needed any more: only the model's config is read")
+    blocks.add_argument(
+        "--unknown",
+        default="error",
+        choices=["error", "tensor"],
+        help="a weight without a role: an error, or one block",
+    )
     blocks.add_argument("--draw", type=Path, metavar="FILE", help="also draw them, as .png, .svg or .pdf")
 
     hessian = add_command(commands, "hessian", _hessian, "exact Hessians of small models in federated training")
@@ -68,26 +73,9 @@ def _partition(arguments: argparse.Namespace) -> int:
 
 def _blocks(arguments: argparse.Namespace) -> int:
     with importing():
-        from fedllm.blocks import RoleError, partition
-        from fedllm.common.console import console, say
-        from fedllm.models.loading import load_backbone
-        from fedllm.models.lora import attach_lora
-        from fedllm.models.settings import LoraSettings, ModelSettings
-        from fedllm.tasks.heads import sequence_head
+        from fedllm.cli.block_table import print_blocks
 
-    settings = ModelSettings(name=arguments.model, pretrained=not arguments.random)
-    backbone = load_backbone(settings, sequence_head(2))
-    model = backbone.model if arguments.full else attach_lora(backbone, LoraSettings(rank=arguments.rank))
-    try:
-        found = partition(model, scheme=arguments.scheme, trainable_only=not arguments.full)
-    except RoleError as error:
-        raise UserError(f"{arguments.model}: {error}") from error
-    console.print(found.table())
-    if arguments.draw:
-        from fedllm.reporting.block_picture import write_blocks
-
-        say(f"drawn in {write_blocks(model, found, arguments.model, arguments.draw)}")
-    return 0
+    return print_blocks(arguments)
 
 
 def _hessian(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from torch import nn
+from block_models import context
 from transformers.models.auto import CONFIG_MAPPING
 
 from fedllm.blocks import find_attention, partition
@@ -16,23 +16,14 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "i
          "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}  # fmt: skip
 GROUPED = {"num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "albert": {"embedding_size": 16}, "bert": {}, "bloom": {"n_head": 4}, "deberta-v2": {"relative_attention": True},
+    "albert": {"embedding_size": 16}, "bert": {}, "bloom": {"n_head": 4}, "deberta": {},
+    "deberta-v2": {"relative_attention": True},
     "distilbert": {"dim": 32, "n_layers": 1, "n_heads": 4, "hidden_dim": 48}, "falcon": {"multi_query": False},
     "gemma2": {**GROUPED, "head_dim": 16}, "gpt2": {"n_inner": 48}, "gpt_neox": {}, "llama": GROUPED,
     "modernbert": {"local_attention": 8}, "modernbert-decoder": {"local_attention": 8}, "mpnet": {}, "mpt": {},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "persimmon": {}, "phi": GROUPED, "phi3": GROUPED,
     "qwen3": {**GROUPED, "head_dim": 16},
 }  # fmt: skip
-
-
-def context(model: Any, output: nn.Module) -> torch.Tensor:
-    """What the heads give the output projection, [tokens, heads * head_dim]."""
-    seen: list[torch.Tensor] = []
-    hook = output.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    with torch.no_grad():
-        model(input_ids=torch.tensor([[5, 12, 6, 9, 10, 4, 11]]))
-    hook.remove()
-    return seen[0].reshape(7, -1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -195,7 +195,7 @@ def test_multihead_attention_of_torch() -> None:
 
 
 def test_an_unknown_role_is_an_error_that_names_the_weight() -> None:
-    model = nn.Sequential(nn.Conv1d(3, 5, 2), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Bilinear(3, 2, 5), nn.Linear(4, 2))
     with pytest.raises(RoleError, match=r"0\.weight.*5, 3, 2"):
         partition(model)
     assert partition(model, unknown="tensor").num_blocks == 1 + 1 + 2 + 1

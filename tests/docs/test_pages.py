@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from repository import REPO
 from fedllm import load_recipe
 from fedllm.cli.commands import _parser, main
 
-GUIDES = ["recipes", "your_data", "sweeps", "many_processes", "memory"]
+GUIDES = ["recipes", "your_data", "sweeps", "many_processes", "memory", "blocks"]
 PAGES = ["README.md", "docs/get_started.md", *(f"docs/guides/{name}.md" for name in GUIDES)]
 TEXTS = {page: (REPO / page).read_text(encoding="utf-8") for page in PAGES}
 TEXT = "\n".join(TEXTS.values())
@@ -35,7 +36,7 @@ def test_the_pages_have_what_this_file_tests() -> None:
     assert len(blocks("python", TEXTS["README.md"])) == 3
     assert len(COMMANDS) >= 20
     assert len(ADAPTER) == 2
-    assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [1, 0, 1, 1, 1, 0, 0]
+    assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [1, 0, 1, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("command", dict.fromkeys([*MADE, "make docs", "make gpu-bench", "make lint"]))
@@ -59,6 +60,27 @@ def test_every_make_target_in_the_text_exists() -> None:
 @pytest.mark.parametrize("code", [code for code in blocks("python") if code not in ADAPTER])
 def test_python(code: str) -> None:
     exec(compile(code, "page", "exec"), {})
+
+
+def test_the_loop_over_blocks_learns_and_is_adam_with_a_block_per_coordinate() -> None:
+    (code,) = blocks("python", TEXTS["docs/guides/blocks.md"])
+    mini: dict[str, Any] = {}
+    exec(compile(code, "page", "exec"), mini)
+    assert mini["blocks"].num_blocks == 64 + 1 + 3 + 1
+    assert mini["loss"] < 0.7
+    full: dict[str, Any] = {}
+    exec(compile(code.replace("partition(model)", 'partition(model, scheme="elementwise")'), "page", "exec"), full)
+    torch.manual_seed(0)
+    x, y = torch.randn(256, 20), torch.randint(3, (256,))
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(100):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    for ours, theirs in zip(full["model"].parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

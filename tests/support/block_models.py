@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from tiny_models import CONFIGS
 from torch import nn
@@ -17,3 +20,13 @@ def build(family: str) -> PreTrainedModel:
 def adapt(model: PreTrainedModel, *targets: str) -> nn.Module:
     config = LoraConfig(task_type=TaskType.SEQ_CLS, r=2, lora_alpha=4, target_modules=list(targets))
     return get_peft_model(model, config)
+
+
+def context(model: Any, output: nn.Module) -> torch.Tensor:
+    """What the heads give the output projection, [tokens, heads * head_dim]."""
+    seen: list[torch.Tensor] = []
+    hook = output.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5, 12, 6, 9, 10, 4, 11]]))
+    hook.remove()
+    return seen[0].reshape(7, -1)

@@ -1,0 +1,109 @@
+"""A model's modules and the shapes of its weights, without values: from its config alone, for any model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+from transformers.pytorch_utils import Conv1D
+
+from fedllm.blocks import RoleError, find_attention
+from fedllm.blocks.attention import features
+from fedllm.common import hub
+from fedllm.common.errors import UserError
+from fedllm.common.quiet import quiet
+from fedllm.models.lora import shortest_suffixes
+from fedllm.models.settings import ModelSettings
+from fedllm.models.sources import ask_hub, cached_folder, find_model
+from fedllm.models.structure import find_head, split_fused
+
+
+def load_outline(name: str) -> PreTrainedModel:
+    """The model called `name` (see `fedllm.common.hub`) on the meta device.
+
+    It has the head of a classifier of two classes, if transformers has one for texts; else the head that its config
+    names, or none. Neither weights nor a tokenizer are read. Raises UserError with the whole cause.
+    """
+    place = hub.find_local("models", name)
+    found = None if place is None else find_model(place, ModelSettings(name=name, pretrained=False))
+    try:
+        with quiet(), torch.device("meta"):
+            return _build(_config(name, found))
+    except UserError:
+        raise
+    except Exception as cause:  # transformers and the models' own code raise many types
+        reason = str(cause).strip() or type(cause).__name__
+        raise UserError(f"model '{name}' (from {found or 'hub'}) cannot be built from its config: {reason}") from cause
+
+
+def _config(name: str, found: Path | None) -> PreTrainedConfig:
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if found is None:
+        cached = cached_folder(name)
+        if cached is None:
+            ask_hub(name, None)
+        where = cached or name
+    elif found.suffix == ".gguf":
+        where, options = str(found.parent), {**options, "gguf_file": found.name}
+    else:
+        where = str(found)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(where, **options)
+    return config
+
+
+def _build(config: PreTrainedConfig) -> PreTrainedModel:
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        config.num_labels = 2
+        return _from_config(AutoModelForSequenceClassification, config)
+    named = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
+    cls = next((cls for cls in named if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
+    return cls(config) if cls else _from_config(AutoModel, config)
+
+
+def _from_config(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
+    return model
+
+
+def query_and_value(model: PreTrainedModel, name: str) -> list[str]:
+    """The paths of the query and value projections, for LoRA. GPT-2's fused projections are split for it, in place.
+
+    Raises UserError with the reason if there are none, or if they are part of one layer that cannot be split.
+    """
+    try:
+        found = find_attention(model)
+    except RoleError as error:
+        raise UserError(error.reason) from error
+    if not found:
+        raise UserError(f"{type(model).__name__} has no attention")
+    if stuck := [a.query for a in found if a.fused and not isinstance(model.get_submodule(a.query), Conv1D)]:
+        raise UserError(f"{stuck[0]} is one layer for query, key and value")
+    return [path for attention in split_fused(model, name) for path in (attention.query, attention.value)]
+
+
+def highest_rank(model: PreTrainedModel, targets: Sequence[str]) -> int:
+    """The smallest side of the target layers."""
+    return min(min(sides) for path in targets if (sides := features(model.get_submodule(path))))
+
+
+def add_lora(model: PreTrainedModel, targets: Sequence[str], rank: int) -> PeftModel:
+    """The model with LoRA on the target layers; the head of a classifier is trained with it."""
+    endings = shortest_suffixes(targets, [path for path, _ in model.named_modules()])
+    config = LoraConfig(r=rank, target_modules=endings, modules_to_save=list(_trained_head(model)) or None)
+    with quiet():
+        adapted = get_peft_model(model.requires_grad_(False), config)
+    assert isinstance(adapted, PeftModel)
+    return adapted
+
+
+def _trained_head(model: PreTrainedModel) -> tuple[str, ...]:
+    """The head of a classifier. That of a language model, whose outputs are tokens, stays frozen."""
+    prefix, net = model.base_model_prefix, cast(Any, model)
+    headless = not prefix or not hasattr(model, prefix)
+    return () if headless or net.get_output_embeddings() is not None else find_head(model)
