@@ -65,8 +65,8 @@ def choose_start(
         if model.head == "keep":
             raise UserError(f"model.head=keep: model '{model.name}' has no head to keep: {why}")
         return HeadStart(False, why)
-    theirs, ours = (_names(of) for of in (own_classes(), head.config.get("id2label", {})))
-    if not _are_names(theirs) or head.config.get("problem_type") == "regression":
+    theirs, ours = _names(own_classes()), list(head.classes)
+    if not ours or not _are_names(theirs):
         return HeadStart(True, "it has as many outputs as the data need")
     if (order := _order(theirs, ours)) is None:
         differ = f"the checkpoint's classes are {listed(theirs)}, the data's {listed(ours)}"
