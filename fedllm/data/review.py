@@ -34,8 +34,9 @@ def _repeated_texts(train: Split, validation: Split) -> list[str]:
             f"{whole} {len(validation):,} validation samples have a text that the training split has too; "
             f"their scores do not show how the model does on new texts"
         )
-    if relabelled := count_relabelled(train.texts, train.labels):
-        found.append(f"texts that the training split has with different labels: {relabelled:,}")
+    texts = [[*ours, *theirs] for ours, theirs in zip(train.texts, validation.texts, strict=True)]
+    if relabelled := count_relabelled(texts, np.concatenate([train.labels, validation.labels])):
+        found.append(f"texts that have different labels in different rows: {relabelled:,}")
     return found
 
 

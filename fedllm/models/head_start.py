@@ -27,7 +27,7 @@ class HeadStart:
         return "keep" if self.kept else "new"
 
     def __str__(self) -> str:
-        return f"{'kept from the checkpoint' if self.kept else 'new'}: {self.why}"
+        return f"{'kept from the checkpoint' if self.kept else 'new'} ({self.why})"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def choose_start(
 ) -> HeadStart:
     """The start of the head at `paths` of a loaded model. Outputs that are kept are reordered in place.
 
-    own_classes: gives the checkpoint's id2label; called only if the checkpoint has the whole head.
+    own_classes: gives the checkpoint's id2label; called only if the checkpoint has a head.
 
     model.head: "new" always draws the head. "keep" keeps the checkpoint's, whatever its classes are called, and raises
     UserError if there is none of this shape. "auto" keeps it if the checkpoint's classes have no names (LABEL_0, ...)
@@ -61,12 +61,12 @@ def choose_start(
     """
     if model.head == "new":
         return HeadStart(False, "model.head=new asks for it")
-    if why := _without_head(model, paths, loaded):
+    if why := _without_head(model, paths, loaded, own_classes):
         if model.head == "keep":
             raise UserError(f"model.head=keep: model '{model.name}' has no head to keep: {why}")
         return HeadStart(False, why)
-    theirs, ours = (_names(of) for of in (own_classes(), head.config.get("id2label", {})))
-    if not _are_names(theirs) or head.config.get("problem_type") == "regression":
+    theirs, ours = _names(own_classes()), list(head.classes)
+    if not ours or not _are_names(theirs):
         return HeadStart(True, "it has as many outputs as the data need")
     if (order := _order(theirs, ours)) is None:
         differ = f"the checkpoint's classes are {listed(theirs)}, the data's {listed(ours)}"
@@ -81,7 +81,9 @@ def choose_start(
     return HeadStart(True, "its classes are the data's, its outputs now in their order")
 
 
-def _without_head(model: ModelSettings, paths: Sequence[str], loaded: Loaded) -> str:
+def _without_head(
+    model: ModelSettings, paths: Sequence[str], loaded: Loaded, own_classes: Callable[[], Mapping[int, str]]
+) -> str:
     """Why the checkpoint has no head of the right shape; "" if it has."""
     if not model.pretrained:
         return "the whole model starts from random weights"
@@ -89,7 +91,7 @@ def _without_head(model: ModelSettings, paths: Sequence[str], loaded: Loaded) ->
     if lacking := sorted(name for name in loaded.missing if name.startswith(starts)):
         return f"the checkpoint has no {lacking[0]}"
     if other := sorted(name for name in loaded.reshaped if name.startswith(starts)):
-        return f"the checkpoint's {other[0]} has another shape"
+        return f"the checkpoint's {other[0]} has another shape, for {len(own_classes())} outputs"
     return ""
 
 

@@ -15,12 +15,14 @@ class Head:
 
     auto_class: the name of the transformers class that loads a base model with this head. task_type: PEFT's name of
     this kind of head, which adapter_config.json repeats. config: keys of the model's config; they replace those of the
-    checkpoint, which may be of another task.
+    checkpoint, which may be of another task. classes: the names of the outputs in their order; () if outputs are no
+    classes, so that their names do not say which is which.
     """
 
     auto_class: str
     task_type: str
     config: dict[str, Any]
+    classes: tuple[str, ...] = ()
 
 
 def sequence_head(num_labels: int, *, regression: bool = False, label_names: Sequence[str] | None = None) -> Head:
@@ -42,4 +44,4 @@ def sequence_head(num_labels: int, *, regression: bool = False, label_names: Seq
         "label2id": {name: i for i, name in enumerate(names)},
         "problem_type": "regression" if regression else "single_label_classification",
     }
-    return Head("AutoModelForSequenceClassification", "SEQ_CLS", config)
+    return Head("AutoModelForSequenceClassification", "SEQ_CLS", config, () if regression else tuple(names))

@@ -20,9 +20,9 @@ def test_nothing_is_said_of_data_without_oddities() -> None:
 
 
 def test_shared_and_relabelled_texts_are_counted() -> None:
-    found = review(split("a a b b c d", [0, 1, 0, 0, 1, 1]), split("a e", [0, 1]), ("bad", "good"))
-    assert found[0].startswith("1 of 2 validation samples have a text that the training split has too")
-    assert found[1:] == ["texts that the training split has with different labels: 1"]
+    found = review(split("a a b b c d", [0, 1, 0, 0, 1, 1]), split("a e c", [0, 1, 0]), ("bad", "good"))
+    assert found[0].startswith("2 of 3 validation samples have a text that the training split has too")
+    assert found[1:] == ["texts that have different labels in different rows: 2"]
 
 
 def test_classes_that_are_written_alike_and_rare_ones_are_named() -> None:

@@ -35,7 +35,7 @@ ADAPTER = [code for code in blocks("python") if "runs/mine/adapter" in code]
 def test_the_pages_have_what_this_file_tests() -> None:
     assert len(blocks("python", TEXTS["README.md"])) == 3
     assert len(COMMANDS) >= 20
-    assert len(ADAPTER) == 2
+    assert len(ADAPTER) == 3
     assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [1, 0, 1, 1, 1, 0, 0, 0]
 
 

@@ -61,7 +61,7 @@ def adapted(backbone: Backbone) -> torch.Tensor:
 def test_a_head_with_as_many_outputs_is_kept_bit_for_bit(tmp_path: Path, family: str) -> None:
     name = trained(tmp_path, family)
     backbone = load(name, "no", "yes", "perhaps")
-    assert str(backbone.start) == "kept from the checkpoint: it has as many outputs as the data need"
+    assert str(backbone.start) == "kept from the checkpoint (it has as many outputs as the data need)"
     stored = {key: value.clone() for key, value in backbone.model.state_dict().items()}
     model = attach_lora(backbone, LoraSettings(rank=2))
     for path in backbone.head:
@@ -82,10 +82,18 @@ def test_outputs_get_the_order_of_the_data(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours", "said"),
     [
-        (("a", "b", "c"), ("a", "b", "d"), "new: the checkpoint's classes are 'a', 'b', 'c', the data's 'a', 'b', 'd'"),
-        (("a", "b"), ("a", "b", "c"), "new: the checkpoint's classifier.bias has another shape"),
-        (("a", "A", "b"), ("a", "b", "c"), "new: the checkpoint's classes are 'a', 'A', 'b', the data's 'a', 'b', 'c'"),
-        (("a", "b", "c"), ("a", "b", "c"), "kept from the checkpoint: its classes are the data's"),
+        (
+            ("a", "b", "c"),
+            ("a", "b", "d"),
+            "new (the checkpoint's classes are 'a', 'b', 'c', the data's 'a', 'b', 'd')",
+        ),
+        (("a", "b"), ("a", "b", "c"), "new (the checkpoint's classifier.bias has another shape, for 2 outputs)"),
+        (
+            ("a", "A", "b"),
+            ("a", "b", "c"),
+            "new (the checkpoint's classes are 'a', 'A', 'b', the data's 'a', 'b', 'c')",
+        ),
+        (("a", "b", "c"), ("a", "b", "c"), "kept from the checkpoint (its classes are the data's)"),
     ],
 )
 def test_names_decide(tmp_path: Path, theirs: tuple[str, ...], ours: tuple[str, ...], said: str) -> None:
@@ -103,9 +111,9 @@ def test_keep_and_new_are_done_as_asked(tmp_path: Path) -> None:
     backbone = load(name, "x", "y", "z", head="keep")
     assert "the data's 'x', 'y', 'z'; model.head=keep asks for it" in str(backbone.start)
     torch.testing.assert_close(adapted(backbone), plain(name), rtol=1e-5, atol=1e-5)
-    assert str(load(name, "a", "b", "c", head="new").start) == "new: model.head=new asks for it"
+    assert str(load(name, "a", "b", "c", head="new").start) == "new (model.head=new asks for it)"
     for folder, settings, why in [
-        (name, {"outputs": 2}, "the checkpoint's classifier.bias has another shape"),
+        (name, {"outputs": 2}, "the checkpoint's classifier.bias has another shape, for 3 outputs"),
         (save_tiny(tmp_path / "b", "bert"), {}, "the checkpoint has no classifier.bias"),
         (name, {"pretrained": False}, "the whole model starts from random weights"),
     ]:
@@ -116,7 +124,7 @@ def test_keep_and_new_are_done_as_asked(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_head_starts_as_ever(tmp_path: Path) -> None:
     name = save_tiny(tmp_path, "bert")
     backbone = load(name, "a", "b", "c")
-    assert str(backbone.start) == "new: the checkpoint has no classifier.bias"
+    assert str(backbone.start) == "new (the checkpoint has no classifier.bias)"
     assert torch.equal(adapted(backbone), adapted(load(name, "x", "y", "z", head="new")))
 
 
