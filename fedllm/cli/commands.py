@@ -16,7 +16,7 @@ from fedllm.common.errors import Interrupted, RunError, UserError
 _EXIT_CODES = """\
 exit codes:
   0    done
-  1    a run that could not go on (too few clients left, a full disk); its last checkpoint is intact
+  1    a run that could not go on (too few clients left, a full disk); its last checkpoint, if any, is intact
   2    a mistake in what was given: a recipe, an option, a file or a folder
   75   run.max_hours is over; the same command goes on
   129, 130, 138, 143  ended by SIGHUP, SIGINT (Ctrl-C), SIGUSR1 or SIGTERM; the same command goes on
