@@ -63,9 +63,11 @@ def _fail_files(error: OSError) -> int:
         return _fail(f"{what}; look at what is there and who may write to it, or name another place", 2)
     if error.errno not in _FULL:
         raise error
-    if error.filename is None:  # the output itself: what is left in its buffer would fail again when Python ends
+    try:
+        sys.stdout.flush()
+    except OSError:  # what is left in the buffer would fail again when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    where = error.filename or "what the command prints"
+    where = error.filename or "a file or the output"
     return _fail(f"{where} cannot be written ({error.strerror}); make room and start the same command again", 1)
 
 
