@@ -10,7 +10,7 @@
 #SBATCH --signal=USR1@300          # 300 s before the time limit: end after this round, with a checkpoint
 
 set -euo pipefail
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 
 # Slurm sends SIGUSR1 to all processes of the job step. torchrun would die of it, so it starts with the signal ignored;
 # fedllm handles it.

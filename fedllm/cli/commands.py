@@ -16,7 +16,7 @@ from fedllm.common.errors import Interrupted, RunError, UserError
 _EXIT_CODES = """\
 exit codes:
   0    done
-  1    a run that could not go on (too few clients left, a full disk); its last checkpoint is intact
+  1    a run that could not go on (too few clients left, a full disk); its last checkpoint, if any, is intact
   2    a mistake in what was given: a recipe, an option, a file or a folder
   75   run.max_hours is over; the same command goes on
   129, 130, 138, 143  ended by SIGHUP, SIGINT (Ctrl-C), SIGUSR1 or SIGTERM; the same command goes on
@@ -66,9 +66,11 @@ def _fail_files(error: OSError) -> int:
         return _fail(f"{what}; look at what is there and who may write to it, or name another place", 2)
     if error.errno not in _FULL:
         raise error
-    if error.filename is None:  # the output itself: what is left in its buffer would fail again when Python ends
+    try:
+        sys.stdout.flush()
+    except OSError:  # what is left in the buffer would fail again when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    where = error.filename or "what the command prints"
+    where = error.filename or "a file or the output"
     return _fail(f"{where} cannot be written ({error.strerror}); make room and start the same command again", 1)
 
 

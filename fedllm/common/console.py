@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 console = Console(highlight=False)
@@ -97,8 +97,10 @@ class RoundProgress:
     def __init__(self, rounds: int, start: int) -> None:
         self._rounds, self._round, self._last = rounds, start, time.monotonic()
         self._bar = Progress(
-            TextColumn("[bold]round[/]", table_column=Column(min_width=len("round"))),
-            MofNCompleteColumn(table_column=Column(min_width=len(f"{rounds}/{rounds}"))),  # also where all is narrow
+            TextColumn(
+                f"[bold]round[/] {{task.fields[round]}}/{rounds}",
+                table_column=Column(no_wrap=True, min_width=len(f"round {rounds}/{rounds}")),  # on narrow terminals too
+            ),
             BarColumn(),
             TextColumn("{task.fields[step]}"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
@@ -106,7 +108,7 @@ class RoundProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=rounds, completed=start, step="", note="")
+        self._task = self._bar.add_task("", total=rounds, completed=start, round=start, step="", note="")
 
     def __enter__(self) -> RoundProgress:
         self._bar.start()
@@ -127,6 +129,6 @@ class RoundProgress:
         """Shows that a round is done. note: its numbers in a few words."""
         self._round, self._last = round, time.monotonic()
         if console.is_terminal:
-            self._bar.update(self._task, completed=round, note=note)
+            self._bar.update(self._task, completed=round, round=round, note=note)
         else:
             say(f"round {round}/{self._rounds}  {note}")

@@ -81,7 +81,8 @@ class Checkpoints:
         aside = self.folder / f".writing-{os.getpid()}"
         previous = next(iter(self._newest()), None)
         try:
-            shutil.rmtree(aside, ignore_errors=True)
+            for left in self.folder.glob(".writing-*"):  # of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             (aside / "clients").mkdir(parents=True)
             files = self._write(aside, federation, metrics, previous)
             manifest = {"format": 1, "round": federation.round, "facts": facts.to_json(), "files": files}

@@ -139,7 +139,8 @@ def _telling_what_is_kept(checkpoints: Checkpoints, executor: Executor) -> Itera
         if executor.rank:
             raise
         text = str(error).rstrip(".")
-        raise type(error)(f"{text}{chr(10) if chr(10) in text else '. '}{checkpoints.kept()}") from error
+        separator = "\n" if "\n" in text else ". "
+        raise type(error)(f"{text}{separator}{checkpoints.kept()}") from error
 
 
 def _complete(session: Session, checkpoints: Checkpoints, profile: bool, stop: StopRequests) -> RunResult:

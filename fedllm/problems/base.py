@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedllm.blocks import BlockPartition
+from fedllm.common.errors import UserError
 
 
 class Problem(ABC):
@@ -41,7 +42,10 @@ class Problem(ABC):
 
     def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
         """Gradients [C, d] of the clients' whole objectives at x [d]."""
-        raise NotImplementedError(f"{type(self).__name__} has no full_gradient, which tracking_init: gradient needs")
+        raise UserError(
+            f"{type(self).__name__}.full_gradient: missing, and tracking_init=gradient needs it; write it, or choose "
+            f"tracking_init=zero"
+        )
 
     def sizes(self, clients: Sequence[int]) -> Tensor:
         """Samples [C] that the clients hold, for `weights: size`."""

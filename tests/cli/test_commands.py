@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from repository import REPO
+from transformers import PreTrainedTokenizerBase
 
 from fedllm.cli.commands import main
 from fedllm.experiment import build as assemble
@@ -219,3 +220,33 @@ def test_a_damaged_result_is_named_and_made_again(
     (folder / "result.json").unlink()
     assert main(command) == 0
     assert json.loads((folder / "result.json").read_text())["final"] == json.loads(whole["result.json"])["final"]
+
+
+def test_a_full_disk_while_the_tokenizer_is_written_loses_nothing(
+    capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizers library raises a bare Exception."""
+    folder = tmp_path / "run"
+    command = ["run", recipe, f"run.dir={folder}", "federation.rounds=1", "run.trackers=[]"]
+
+    def full(*_: object, **__: object) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
+        assert main(command) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the tokenizer could not be written: No space left on device (os error 28); make room. The " in line
+    assert [path.name for path in folder.glob("*adapter*")] == []
+    assert main(command) == 0
+    assert (folder / "adapter" / "tokenizer.json").is_file()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_an_output_on_a_full_disk_is_one_line_and_exit_code_1() -> None:
+    command = [sys.executable, "-m", "fedllm", "algorithms"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=REPO, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("fedllm: a file or the output cannot be written (No space left on device); make room")

@@ -18,7 +18,7 @@ def test_the_bar_keeps_the_round_number_on_a_narrow_terminal(width: int, monkeyp
     progress = RoundProgress(rounds=100, start=0)
     progress.finish(57, "train loss 0.1234  accuracy 0.8123 (best 0.8200)")
     console.console.print(progress._bar.get_renderable())
-    assert "round  57/100" in screen.getvalue()
+    assert "round 57/100" in screen.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

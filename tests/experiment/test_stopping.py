@@ -106,7 +106,7 @@ def test_a_signal_before_the_first_round_ends_at_once(
 
     monkeypatch.setattr(ReadCache, "get", get)
     assert main(command) == 143
-    assert capfd.readouterr().err == "fedllm: stopped (SIGTERM)\n"
+    assert capfd.readouterr().err == "fedllm: stopped; the same command goes on (SIGTERM)\n"
     assert not folder.exists()
 
 

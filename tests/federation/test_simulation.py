@@ -209,7 +209,7 @@ def test_full_gradients_start_the_tracking_in_any_chunks() -> None:
 
 
 def test_a_problem_without_full_gradients_says_who_needs_them() -> None:
-    with pytest.raises(NotImplementedError, match="Lines has no full_gradient, which tracking_init: gradient needs"):
+    with pytest.raises(UserError, match=r"Lines.full_gradient: missing, and tracking_init=gradient needs it"):
         simulate(load_algorithm("fadamgc", tracking_init="gradient"), Lines(), rounds=1, local_steps=1)
 
 
