@@ -284,8 +284,8 @@ def _check_sections(values: Mapping[str, Any], where: str) -> None:
 
 
 def own_keys(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a section, such as an earlier version wrote them, under the keys of this version and with the stable
-    name of the algorithm."""
+    """The values of a section that any version wrote, under the keys of this version and with the stable name of the
+    algorithm."""
     later = {key: value for (place, key), value in _LATER_KEYS.items() if place == section}
     own = later | {ALIASES.get((section, key), key): value for key, value in values.items()}
     if section == "algorithm" and isinstance(name := own.get("name"), str):
