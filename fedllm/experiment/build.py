@@ -124,16 +124,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
         model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed).to(machine.device)
     recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
     _check_length(recipe, backbone)
-    with stage("tokenizing") as progress:
-        source = (recipe.data, recipe.model.name, hub)
-        train, validation = cache.get(
-            "tokens",
-            source,
-            lambda: [
-                task.encode(split, backbone.tokenizer, recipe.data.max_length, progress)
-                for split in (dataset.train, dataset.validation)
-            ],
-        )
+    train, validation = _tokenize(recipe, dataset, task, backbone, cache)
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs
     batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
@@ -156,6 +147,17 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     )
     stacked = choose_stacked_clients(recipe.run.stacked_clients, algorithm, problem, info, machine.device)
     return Job(recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked)
+
+
+def _tokenize(recipe: Recipe, dataset: Dataset, task: Task, backbone: Backbone, cache: ReadCache) -> list[Tokens]:
+    """The tokens of the training and of the validation samples."""
+    splits, length = (dataset.train, dataset.validation), recipe.data.max_length
+    with stage("tokenizing") as progress:
+        return cache.get(
+            "tokens",
+            (recipe.data, recipe.model.name, recipe.run.local_hub),
+            lambda: [task.encode(split, backbone.tokenizer, length, progress) for split in splits],
+        )
 
 
 def build_together(recipe: Recipe, cache: ReadCache | None, executor: Executor) -> Job:

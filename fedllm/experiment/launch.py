@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedllm.common.console import console
-from fedllm.config.recipe import RunSettings
+from fedllm.config.settings import RunSettings
 from fedllm.distributed.collectives import Collectives
 from fedllm.distributed.process_group import find_device, open_group, rank, size
 from fedllm.federation.executor import Executor

@@ -15,7 +15,8 @@ from fedllm import load_algorithm, load_recipe
 from fedllm.common.errors import UserError
 from fedllm.common.schema import keys, without_nulls
 from fedllm.config.key_help import help_text
-from fedllm.config.recipe import ALIASES, SECTION_TYPES, LocalSettings, own_keys
+from fedllm.config.recipe import ALIASES, SECTION_TYPES, own_keys
+from fedllm.config.settings import LocalSettings
 from fedllm.models.settings import LoraSettings
 
 RECIPES = sorted((REPO / "recipes").glob("*.yaml"))

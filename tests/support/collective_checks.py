@@ -15,7 +15,7 @@ from torch import Tensor
 from fedllm import QuadraticProblem, load_algorithm
 from fedllm.aggregation.drift import spread_terms
 from fedllm.common.errors import RunError, UserError
-from fedllm.config.recipe import RunSettings
+from fedllm.config.settings import RunSettings
 from fedllm.distributed import collectives
 from fedllm.distributed.collectives import Collectives
 from fedllm.experiment.launch import executor_for

@@ -1,0 +1,117 @@
+"""The sections of a recipe that no other package reads: the only description of each of their settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fedllm.common.errors import UserError
+from fedllm.common.schema import require_positive_settings, setting
+from fedllm.tasks.base import LOSS
+
+MOST_THREADS = 1024
+SAMPLED = 10  # clients_per_round where it is not given
+
+
+@dataclass(frozen=True)
+class FederationSettings:
+    """The rounds."""
+
+    rounds: int = setting(100, "number of rounds T")
+    clients_per_round: int | None = setting(
+        None, f"clients sampled each round S; null = {SAMPLED}, or all N where there are fewer"
+    )
+    tracked_per_round: int | None = setting(None, "sampled clients that send their tracking vector; null = all S")
+    min_clients: int = setting(1, "accepted uploads below which the run stops")
+
+    def __post_init__(self) -> None:
+        require_positive_settings(self, "rounds", "clients_per_round", "min_clients")
+        if self.clients_per_round is not None and self.min_clients > self.clients_per_round:
+            raise UserError(
+                f"min_clients: found {self.min_clients}, expected at most clients_per_round={self.clients_per_round}"
+            )
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """A client's work in a round."""
+
+    epochs: int | None = setting(None, "passes over the client's data (1 where steps is not given either)")
+    steps: int | None = setting(None, "local steps K, instead of epochs; a client with few samples shuffles them again")
+    batch_size: int = setting(32, "samples per step; a client with fewer uses all that it has")
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.steps is not None:
+            raise UserError(f"steps: found both epochs={self.epochs} and steps={self.steps}, expected one of them")
+        require_positive_settings(self, "epochs", "steps", "batch_size")
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """Evaluation on the whole validation split."""
+
+    every: int = setting(1, "rounds between evaluations; the last round is always evaluated")
+    target: dict[str, float] | None = setting(
+        None, "metric: value to reach, for rounds-to-target; a loss is reached from above"
+    )
+    stop_at_target: bool = setting(False, "end the run when the target is reached")
+
+    def __post_init__(self) -> None:
+        require_positive_settings(self, "every")
+        if self.stop_at_target and not self.target:
+            raise UserError("stop_at_target: found true without a target, expected one such as {accuracy: 0.8}")
+        for name, value in (self.target or {}).items():
+            if value > 1 and name != LOSS:
+                raise UserError(f"target: found {name}: {value:g}, expected at most 1, where every metric ends")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How and where the run computes. Only seed and precision change results by more than rounding."""
+
+    seed: int = setting(0, "seed of every draw but the partition's")
+    dir: str | None = setting(None, "run folder; null = runs/<recipe>-s<seed>")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto = a GPU where there is one")
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "autocast dtype; auto = bfloat16 where it is fast"
+    )
+    threads: int | None = setting(None, "CPU threads per process; null = its part of the usable cores")
+    stacked_clients: int | Literal["auto"] = setting(
+        "auto", "clients trained together, in one forward and backward", aliases=("cohort",)
+    )
+    shares: int | Literal["auto"] = setting(
+        "auto", "parts into which the clients of a round are divided by their work; auto = one per process"
+    )
+    slices: int | Literal["auto"] = setting(
+        "auto",
+        "auto = several samples packed into each row; a number = padded rows in that many slices, by length",
+    )
+    gradient_checkpointing: bool = setting(
+        False, "store only the inputs of the model's blocks and recompute the rest: less memory, a third more time"
+    )
+    timeout: float = setting(3600.0, "seconds that one process waits for another before the run stops")
+    checkpoint_every: int = setting(10, "rounds between checkpoints")
+    max_hours: float | None = setting(
+        None, "hours after which the command ends, after its round and with a checkpoint; null = no limit"
+    )
+    resume: Literal["auto", "never"] = setting("auto", "auto = go on from the last good checkpoint in the run folder")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = setting(
+        ["tensorboard"], "where the numbers of each round are logged; [] = nowhere"
+    )
+    local_hub: str | None = setting(None, "folder with models/ and datasets/; null = FEDLLM_LOCAL_HUB")
+
+    def __post_init__(self) -> None:
+        require_positive_settings(self, "threads", "stacked_clients", "shares", "slices", "timeout", "checkpoint_every")
+        require_positive_settings(self, "max_hours")
+        if self.threads and self.threads > MOST_THREADS:
+            raise UserError(f"threads: found {self.threads}, expected at most {MOST_THREADS}")
+
+
+@dataclass(frozen=True)
+class CostsSettings:
+    """What the simulated run time assumes."""
+
+    bandwidth_mbit: float = setting(100.0, "bandwidth of a client's link, Mbit/s")
+
+    def __post_init__(self) -> None:
+        require_positive_settings(self, "bandwidth_mbit")
