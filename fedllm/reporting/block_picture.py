@@ -72,8 +72,8 @@ def draw_blocks(shown: Sequence[Card], name: str, blocks: BlockPartition) -> Fig
             _draw_card(axes, card)
         figure.suptitle(f"{name}: {blocks.num_blocks:,} numbers replace {blocks.dim:,}", weight="bold", fontsize=11)
         figure.supxlabel(
-            "blue: one block per head; orange: one per row or column (output neuron, token, class, LoRA direction); "
-            "green: one block\nwith more than 32 blocks the first are drawn and the rest are faded",
+            "blue: one block per head; orange: one per row, column or filter (output neuron, token, class, LoRA "
+            "direction); green: one block\nwith more than 32 blocks the first are drawn and the rest are faded",
             fontsize=8, color="#707070",
         )  # fmt: skip
     return figure

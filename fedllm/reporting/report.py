@@ -70,8 +70,15 @@ def report(
         written = _write(out, formats, summaries, list(tasks.values()), problems)
     except OSError as error:
         raise RunError(f"{out} could not be written: {error}") from error
-    say(f"written to {out}: {', '.join(path.name for path in written)}")
+    say(f"written to {out}: {_listed(written)}")
     return written
+
+
+def _listed(written: Sequence[Path]) -> str:
+    """The names of the page and the tables, and the number of files with figures."""
+    names = [path.name for path in written if path.suffix not in (".png", ".svg")]
+    figures = len(written) - len(names)
+    return ", ".join([*names, *([f"{figures} files of figures"] if figures else [])])
 
 
 def _print(summary: Summary) -> None:

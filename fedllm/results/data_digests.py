@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def read_digests(folder: Path, partition: dict[str, Any] | None) -> dict[str, st
 
     {} where neither has them.
     """
-    told = [(partition or {}).get("data"), *map(_checkpoint_digests, _manifests(folder))]
+    told = chain([(partition or {}).get("data")], map(_checkpoint_digests, _manifests(folder)))
     return next(({split: found[split] for split in _SPLITS} for found in told if _complete(found)), {})
 
 

@@ -87,8 +87,9 @@ class RunRecord:
         name = str(data.get("name") or "")
         if name and not name.startswith(("/", ".", "~")):
             return (printable(name.removeprefix("package:")),)
-        path = Path(name or str(data.get("train")))
-        return tuple(printable(part) for part in path.parts if part != path.anchor)
+        text = name or str(data.get("train"))
+        path = Path(text)
+        return tuple(printable(part) for part in path.parts if part != path.anchor) or (printable(text),)
 
     @property
     def task(self) -> str:

@@ -37,6 +37,14 @@ def test_a_config_is_enough(name: str, options: list[str], folders: Path, capsys
     assert ("LoRA on query and value is not possible" in said) == (name == "resnet" and "--full" not in options)
 
 
+@pytest.mark.parametrize("name", ["vit", "resnet", "mixtral"])
+def test_filters_tokens_and_experts_are_drawn(name: str, folders: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "blocks.svg"
+    assert main(["blocks", str(folders / name), "--full", "--draw", str(picture)]) == 0
+    text = picture.read_text()
+    assert {"vit": "filters", "resnet": "filters", "mixtral": "expert rows"}[name] in text
+
+
 def test_an_unknown_attention_is_an_error_or_one_block_a_weight(
     folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -372,6 +372,12 @@ def test_partition_json_tells_which_site_a_client_is(tiny: Path, tmp_path: Path)
     assert found["names"] == sorted(set(sites))
     assert found["sizes"] == [sites.count(name) for name in found["names"]]
     assert load_run(run.folder).clients is not None
+    manifest = json.loads((run.folder / "checkpoints" / "000001" / "manifest.json").read_text())
+    assert found["data"] == manifest["facts"]["data"]
+    data = {split: found["data"][split] for split in ("training", "validation")}
+    assert load_run(run.folder).data == data
+    (run.folder / "partition.json").unlink()  # as an older version left it
+    assert load_run(run.folder).data == data
 
 
 def test_a_run_does_not_go_on_with_other_classes(tiny: Path, tmp_path: Path) -> None:

@@ -79,6 +79,11 @@ def test_runs_trained_on_other_samples_are_compared_but_never_averaged(tmp_path)
     assert labels == ["fadamgc data.training digest=aaaaaaaa", "fadamgc data.training digest=bbbbbbbb"]
 
 
+@pytest.mark.parametrize("name", [".", "/", "~", "./", "x/."])
+def test_a_folder_without_a_name_is_called_as_it_was_given(tmp_path, name):
+    assert load_run(make_run(tmp_path / "a", task=name)).task == name
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_digests_of_older_runs_are_in_their_checkpoints(tmp_path, finished):
     folder = make_run(tmp_path / "a", digests=NEWS, checkpoint=True, counts=[(3, 1)], finished=finished)
