@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from fedllm.common import console
-from fedllm.common.console import LongLoop, RoundProgress
+from fedllm.common.console import LongLoop, RoundProgress, say_all, stage
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])
@@ -39,3 +39,16 @@ def test_a_loop_is_shown_after_two_seconds_and_not_before(terminal: bool, monkey
         assert "round" in screen.getvalue()
     else:
         assert screen.getvalue() == "round 210 of 2,000\nround 1,220 of 2,000\n"
+
+
+def test_a_slow_stage_says_at_once_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with stage("loading a model", at_once=True):
+        assert capsys.readouterr().out == "loading a model\n"
+    with stage("tokenizing"):
+        pass
+    assert capsys.readouterr().out == ""
+
+
+def test_warnings_come_after_notes_and_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    say_all(["5 rows repeat"], ["two classes are alike"])
+    assert capsys.readouterr().out == "5 rows repeat\nwarning: two classes are alike\n"

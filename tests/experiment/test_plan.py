@@ -1,0 +1,37 @@
+"""What the plan shows of the data: classes, sites, notes and warnings."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from fedllm import load_recipe
+from fedllm.experiment.run import dry_run
+
+
+def test_the_plan_names_classes_and_sites_and_warns(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = ["[routine] follow-up"] * 70 + ["urgent"] * 20 + ["Urgent "] * 9 + ["x" * 50]
+    names = [*labels, *(f"kind {row % 12}" for row in range(24))]
+    with (tmp_path / "train.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label", "site"])
+        for row, name in enumerate(names):
+            writer.writerow([f"cat {'the ' * row}dog", name, f"site {row % 13 if row % 2 else 0}"])
+        writer.writerow(["cat dog", "urgent", "site 0"])
+    data = f"data={{name: null, train: {tmp_path}/train.csv, text: [text], label: label, max_length: 16}}"
+    partition = "partition={scheme: by_column, column: site, clients: null}"
+    dry_run(load_recipe(tiny / "recipe.yaml", [data, "data.validation=null", partition]))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "classes '[routine] follow-up' 56 (" in said
+    assert "and 6 more clients 13, 5 a round" in said
+    assert "sites 'site 0' " in said
+    assert ", ..., 'site" in said
+    assert "1 of 125 rows repeat the text of another row" in said
+    assert "the classes 'Urgent ', 'urgent' differ only in case or blanks" in said
+    assert f"classes with one sample only: '{'x' * 37}...'" in said
+    assert "texts that have different labels in different rows: 1" in said
+    assert "cat the" not in said, "the plan shows no text"
