@@ -77,7 +77,7 @@ class StopRequests:
             raise KeyboardInterrupt
         name = signal.Signals(number)
         if not self._in_rounds and self._processes == 1:
-            raise Interrupted(f"stopped; the same command goes on ({name.name})", 128 + number)
+            raise stopped("stopped", Reason(name.name, 128 + number))
         if not again:
             self._noted, self._noted_at = name, time.monotonic()
             _announce(f"\n{name.name}: stopping after this round; Ctrl-C stops at once\n")
