@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,22 @@ def test_an_interrupted_suite_goes_on_where_it_was_and_ends_in_one_table(
         rounds = counted(patch)
         assert glue(stand_ins, tmp_path) == 0
         assert rounds == []
+
+
+def test_a_signal_ends_the_suite_after_the_round(
+    stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_round: Callable[..., Any] = fedllm.experiment.training.run_round
+
+    def signalled(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return run_round(*arguments)
+
+    monkeypatch.setattr(fedllm.experiment.training, "run_round", signalled)
+    assert glue(stand_ins, tmp_path) == 128 + signal.SIGTERM
+    assert "cola_tiny_fedadamw-s0: stopped after round 1; the same command goes on" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["cola_tiny_fedadamw-s0"]
+    assert [path.name for path in tmp_path.glob("*/checkpoints/*")] == ["000001"]
 
 
 def test_other_scores_stand_beside_ours(
