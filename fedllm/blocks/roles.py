@@ -49,7 +49,8 @@ class Roles:
     """The roles of a model's layers, as found in its module tree.
 
     projections: layer path -> its role in an attention, and that attention.
-    attentions: paths of attentions; inside them, a linear layer that is no known projection has no role.
+    attentions: paths of attentions; inside them, a linear layer that is no known projection has no role. Neither has a
+        convolution inside an attention of unknown layout.
     """
 
     modules: dict[str, nn.Module]
@@ -89,6 +90,8 @@ class Roles:
         if len(shape) < 2:
             return whole(name, "vector", shape.numel())
         tile = self._matrix_tile(name, shape)
+        if tile is None and len(shape) > 2 and max(shape) == shape.numel():  # a vector, shaped to be multiplied with
+            return whole(name, "vector", shape.numel())
         # An adapter or a packed weight of unexpected shape gives a tile that does not cover its tensor.
         if tile is None or tile.dim != shape.numel():
             return whole(name, UNKNOWN, shape.numel())
@@ -125,10 +128,10 @@ class Roles:
         layer = unwrap(self.modules[owner])
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             return "embedding", None
-        convolution = isinstance(layer, _ConvNd)
-        if not (convolution or features(layer)) or any(is_inside(owner, attention) for attention in self.attentions):
-            return UNKNOWN, None
-        return "convolution" if convolution else "linear", None
+        inside = any(is_inside(owner, attention) for attention in self.attentions)
+        if isinstance(layer, _ConvNd) and (self.projections or not inside):  # none in an attention of unknown layout
+            return "convolution", None
+        return (UNKNOWN if inside or features(layer) is None else "linear"), None
 
 
 def _neurons(role: str, attention: Attention | None, count: int) -> tuple[Run, ...]:

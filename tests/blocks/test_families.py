@@ -134,6 +134,24 @@ def test_a_head_of_the_positions_moves_its_own_head_alone(family: str, projectio
     assert seen == {(child, head) for child in projections for head in range(4)}
 
 
+def test_convolutions_inside_an_attention() -> None:
+    config = tf.NystromformerConfig(**TEXT, conv_kernel_size=5, num_landmarks=4, segment_means_seq_len=16)
+    with torch.device("meta"):
+        model = tf.AutoModel.from_config(config)
+    names = partition(model).names
+    assert "encoder.layer.0.attention.self.conv.weight filter 3" in names
+
+
+def test_a_vector_is_one_block_whatever_its_shape() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.heads = nn.Parameter(torch.zeros(1, 1, 1, 6)), nn.Parameter(torch.zeros(3, 1, 1))
+
+    assert partition(Scale()).sizes.tolist() == [6, 3]
+    assert partition(nn.Conv1d(1, 4, 1, bias=False)).sizes.tolist() == [1] * 4
+
+
 def test_low_rank_factors_of_a_convolution() -> None:
     model = get_peft_model(build("vit"), LoraConfig(r=2, target_modules=["projection", "q_proj"]))
     blocks = partition(model)
@@ -158,7 +176,7 @@ def test_what_only_looks_like_a_token_or_experts_has_no_role() -> None:
             super().__init__()
             self.pos_embed = nn.Parameter(torch.zeros(1, 4, 2, 2))
             self.experts = nn.Parameter(torch.zeros(2, 3, 4))
-            self.token = nn.Parameter(torch.zeros(1, 1, 4))
+            self.token = nn.Parameter(torch.zeros(1, 2, 4))
 
     with pytest.raises(RoleError, match=r"pos_embed .*experts .*token "):
         partition(Bare())

@@ -62,3 +62,11 @@ def test_a_folder_of_an_earlier_version_is_compared_by_the_keys_of_this_one(tiny
     with pytest.raises(UserError, match="holds the run of another recipe") as error:
         check_folder(tmp_path, other)
     assert str(error.value).splitlines()[1:] == ["  local.batch_size: 8 there, 3 here"]
+
+
+def test_a_title_may_be_given_later(tiny: Path, tmp_path: Path) -> None:
+    """Also to a run whose version had no data.title."""
+    recipe = yaml.safe_load(load_recipe(tiny / "recipe.yaml").yaml())
+    del recipe["data"]["title"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    check_folder(tmp_path, load_recipe(tiny / "recipe.yaml", ["data.title=AG News"]))
