@@ -234,6 +234,7 @@ def test_mistakes_in_the_table_of_algorithms_are_named(tmp_path: Path, table: st
         ("rounds=3", r"unknown section 'rounds' \(did you mean 'federation.rounds'\?\)"),
         ("run.seed=", r"override 'run.seed=': found no value; for the default write run.seed=null"),
         ("run={seed: }", r"override 'run=.*: the key 'seed' has no value \(line 1\)"),
+        ("algorithm=''", r"r.yaml: algorithm.name: unknown algorithm ''; known: fa_nt"),
         ("algorithm.name=null", r"algorithm.name: found None, expected an algorithm"),
         ("algorithm=3", r"r.yaml: algorithm: found 3, expected keys and values \(given as the override"),
         ("lora=null", r"r.yaml: lora: found None, expected keys and values"),
