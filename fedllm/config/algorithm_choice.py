@@ -38,10 +38,10 @@ class Choice:
 
     def under(self, above: Choice) -> Choice:
         """This choice under that of a higher layer. Its settings move to `earlier` if the algorithm changes."""
-        name, replaced = above.name or self.name, above.replaced or self.replaced
-        if None in (self.name, above.name) or canonical_name(str(self.name)) == canonical_name(str(above.name)):
+        if self.name is None or above.name is None or canonical_name(self.name) == canonical_name(above.name):
+            name, replaced = self.name if above.name is None else above.name, above.replaced or self.replaced
             return Choice(name, {**self.own, **above.own}, replaced, {**self.earlier, **above.earlier})
-        return Choice(name, above.own, self.name, {**self.earlier, **self.own, **above.earlier})
+        return Choice(above.name, above.own, self.name, {**self.earlier, **self.own, **above.earlier})
 
     def resolve(self, table: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Name and every setting of the algorithm, and notes for the user.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from fedllm.common.errors import UserError
 from fedllm.common.schema import keys, without_nulls
 from fedllm.config.key_help import help_text
 from fedllm.config.recipe import ALIASES, SECTION_TYPES, own_keys
-from fedllm.config.settings import LocalSettings
 from fedllm.models.settings import LoraSettings
 
 RECIPES = sorted((REPO / "recipes").glob("*.yaml"))
@@ -90,49 +88,6 @@ def test_an_algorithm_has_the_settings_that_a_recipe_lists_for_it(tmp_path: Path
 
 
 OWN = "data: {name: glue/sst2}\nalgorithm: {name: fadamgc, lr: 0.5, schedule: linear, tracking_init: gradient}\n"
-SPELLINGS = ("algorithm={}", "algorithm.name={}", "algorithm={{name: {}}}")
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_another_algorithm_keeps_the_settings_that_it_has(tmp_path: Path, spelling: str) -> None:
-    path = write(tmp_path, OWN)
-    kept = load_recipe(path, [spelling.format("fadamgc")])
-    assert (kept.algorithm, kept.notes) == (load_recipe(path).algorithm, ())
-    other = load_recipe(path, [spelling.format("fedadamw")])
-    assert (other.algorithm["lr"], other.algorithm["schedule"]) == (0.5, "linear")
-    assert "tracking_init" not in other.algorithm
-    assert other.notes == (
-        "algorithm fedadamw in place of fadamgc: takes over lr, schedule; drops tracking_init, which it does not have",
-    )
-    assert load_recipe(write(tmp_path, "extends: r.yaml\nalgorithm: fedadamw\n", "top.yaml")) == replace(
-        other, name="top"
-    )
-
-
-def test_the_table_counts_more_than_what_was_given_for_another_algorithm(tmp_path: Path) -> None:
-    path = write(tmp_path, OWN + "algorithms: {fedavg: {lr: 0.1}}\n")
-    chosen = load_recipe(path, ["algorithm=fedavg"])
-    assert (chosen.algorithm["lr"], chosen.algorithm["schedule"]) == (0.1, "linear")
-    assert chosen.notes == (
-        "algorithm fedavg in place of fadamgc: takes over schedule; drops tracking_init, which it does not have",
-    )
-    assert load_recipe(path).algorithm["lr"] == 0.5
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_what_is_given_with_a_name_counts_most_in_any_order(tmp_path: Path, spelling: str) -> None:
-    path = write(tmp_path, OWN + "algorithms: {fedavg: {lr: 0.1}}\n")
-    words = ["algorithm.lr=0.3", spelling.format("fedavg")]
-    assert [load_recipe(path, given).algorithm["lr"] for given in (words, words[::-1])] == [0.3, 0.3]
-    with pytest.raises(UserError, match=r"r\.yaml: algorithm\.tracking_init: unknown key"):
-        load_recipe(path, ["algorithm.tracking_init=zero", spelling.format("fedavg")])
-
-
-def test_of_two_names_the_last_one_counts_and_keeps_what_it_has(tmp_path: Path) -> None:
-    words = ["algorithm={name: fedadamw, lr: 0.2, alpha: 0.1}", "algorithm=localadam"]
-    chosen = load_recipe(write(tmp_path, OWN), words)
-    assert (chosen.algorithm["name"], chosen.algorithm["lr"]) == ("localadam", 0.2)
-    assert chosen.notes[0].startswith("algorithm localadam in place of fadamgc: takes over lr, schedule; drops")
 
 
 def test_null_returns_a_key_to_its_default(tmp_path: Path) -> None:
@@ -151,41 +106,6 @@ def test_every_key_that_may_be_null_is_null_by_default() -> None:
     for cls in SECTION_TYPES.values():
         values = dict.fromkeys(keys(cls))
         assert all(field.default is None for field in fields(cls) if field.name in without_nulls(cls, values))
-
-
-def test_several_keys_of_a_section_leave_the_others_as_they_are(tmp_path: Path) -> None:
-    path = write(tmp_path, SMALL + "run: {seed: 4, threads: 2}\nlocal: {epochs: 2, batch_size: 3}\n")
-    changed = load_recipe(path, ["run={seed: 5}", "run={timeout: 9}"])
-    assert (changed.run.seed, changed.run.threads, changed.run.timeout) == (5, 2, 9)
-    assert load_recipe(path, ["local={batch_size: 7}"]).local == LocalSettings(epochs=2, batch_size=7)
-
-
-def test_local_steps_take_the_place_of_the_epochs_of_a_lower_layer(tmp_path: Path) -> None:
-    path = write(tmp_path, SMALL + "local: {epochs: 2, batch_size: 3}\n")
-    for words in (["local.steps=4"], ["local={steps: 4}"], ["local={steps: 4, epochs: null}"]):
-        assert load_recipe(path, words).local == LocalSettings(steps=4, batch_size=3)
-    with pytest.raises(UserError, match="found both epochs=1 and steps=4"):
-        load_recipe(path, ["local.epochs=1", "local.steps=4"])
-
-
-def test_names_as_the_papers_write_them(tmp_path: Path) -> None:
-    path = write(
-        tmp_path, "data: {name: glue/sst2}\nalgorithm: FAdamGT\nalgorithms: {FedAvg: {lr: 0.7}, SCAFFOLD-M: {}}\n"
-    )
-    assert (load_recipe(path).algorithm["name"], load_recipe(path).name) == ("fadamgc", "r_fadamgc")
-    assert load_recipe(path, ["algorithm=FedIT"]).algorithm["lr"] == 0.7
-    assert load_recipe(path, ["algorithms={fedavg: {weight_decay: 1}}", "algorithm=fedavg"]).algorithm["lr"] == 0.7
-    with pytest.raises(UserError, match=r"algorithms\.FedIT: is there under another name too"):
-        load_recipe(write(tmp_path, TABLE.replace("fadamgc: {lr", "FedIT: {lr")))
-
-
-def test_a_name_in_place_of_the_algorithm_is_short_for_its_key(tmp_path: Path) -> None:
-    write(tmp_path, "data: {name: glue/sst2}\nalgorithm: {name: fadamgc, lr: 0.5, eps: 0.1}\n", "base.yaml")
-    same = load_recipe(write(tmp_path, "extends: base.yaml\nalgorithm: fadamgc\n"))
-    assert (same.name, same.algorithm["lr"]) == ("r", 0.5)
-    write(tmp_path, "extends: base.yaml\nalgorithm: fedavg\n", "middle.yaml")
-    kept = load_recipe(write(tmp_path, "extends: middle.yaml\nalgorithm: {lr: 0.25}\n"))
-    assert (kept.algorithm["name"], kept.algorithm["lr"]) == ("fedavg", 0.25)
 
 
 def test_the_table_of_algorithms_can_be_extended(tmp_path: Path) -> None:
@@ -235,6 +155,7 @@ def test_mistakes_in_the_table_of_algorithms_are_named(tmp_path: Path, table: st
         ("rounds=3", r"unknown section 'rounds' \(did you mean 'federation.rounds'\?\)"),
         ("run.seed=", r"override 'run.seed=': found no value; for the default write run.seed=null"),
         ("run={seed: }", r"override 'run=.*: the key 'seed' has no value \(line 1\)"),
+        ("algorithm=''", r"r.yaml: algorithm.name: unknown algorithm ''; known: fa_nt"),
         ("algorithm.name=null", r"algorithm.name: found None, expected an algorithm"),
         ("algorithm=3", r"r.yaml: algorithm: found 3, expected keys and values \(given as the override"),
         ("lora=null", r"r.yaml: lora: found None, expected keys and values"),
@@ -384,44 +305,6 @@ costs:      {bandwidth_mbit: 100}
     for section, values in yaml.safe_load(text).items():
         for key, value in values.items():
             assert sections[section][ALIASES.get((section, key), key)] == value, (section, key)
-
-
-# Where a recipe is read from
-
-
-def test_a_missing_recipe_names_the_file_that_may_be_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "sub").mkdir()
-    write(tmp_path / "recipes", SMALL, "quick.yaml")
-    for folder, given, meant in (
-        (tmp_path, "quick", "recipes/quick.yaml"),
-        (tmp_path, "quick.yaml", "recipes/quick.yaml"),
-        (tmp_path / "sub", "recipes/quick.yaml", "../recipes/quick.yaml"),
-        (tmp_path / "sub", "quick.yaml", "../recipes/quick.yaml"),
-    ):
-        monkeypatch.chdir(folder)
-        with pytest.raises(UserError) as error:
-            load_recipe(given)
-        assert str(error.value) == f"{given}: no such recipe file; did you mean {meant}?"
-    with pytest.raises(UserError, match=r"recipes: is a folder, expected a recipe file$"):
-        load_recipe(tmp_path / "recipes")
-
-
-def test_top_level_keys_for_anchors_are_ignored(tmp_path: Path) -> None:
-    text = "x-common: &c {rank: 3}\ndata: {name: glue/sst2}\nalgorithm: fedavg\nlora: *c\n"
-    assert load_recipe(write(tmp_path, text)).lora.rank == 3
-
-
-def test_a_recipe_may_come_from_a_pipe_and_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, SMALL, "base.yaml")
-    monkeypatch.chdir(tmp_path)
-    reading, writing = os.pipe()
-    os.write(writing, b"extends: base.yaml\nlora: {rank: 3}\n")
-    os.close(writing)
-    try:
-        assert [load_recipe(f"/dev/fd/{reading}").lora.rank for _ in range(2)] == [3, 3]
-    finally:
-        os.close(reading)
 
 
 # Numbers that follow from others

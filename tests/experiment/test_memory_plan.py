@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -364,6 +365,20 @@ def test_a_runs_own_recipe_and_one_in_an_unsafe_form_are_refused(own: Path, caps
     (own.parent / "metrics.jsonl").write_text(json.dumps({}))
     assert main(["tune", str(own)]) == 2
     assert "is the record of a run" in capsys.readouterr().err
+
+
+def test_the_best_cannot_be_written_into_a_pipe(
+    own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(own.parent)
+    reading, writing = os.pipe()
+    os.write(writing, own.read_bytes())
+    os.close(writing)
+    try:
+        assert main(["tune", f"/dev/fd/{reading}"]) == 2
+    finally:
+        os.close(reading)
+    assert "is no file that the best can be written into; see what is best with --dry-run" in capsys.readouterr().err
 
 
 def test_what_one_process_came_down_to_reaches_the_others() -> None:
