@@ -108,11 +108,8 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     _check_target(recipe, task, dataset)
     parts = get_partition(recipe.partition, dataset)
     _check_parts(parts, recipe)
-    with stage(f"loading {recipe.model.name}", at_once=True):
-        backbone = load_backbone(recipe.model, task.head, local_hub=hub, seed=recipe.run.seed)
-        model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed).to(machine.device)
+    backbone, model = _load_model(recipe, task, machine)
     recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
-    _check_length(recipe, backbone)
     with stage("tokenizing") as progress:
         source = (recipe.data, recipe.model.name, hub)
         train, validation = cache.get(
@@ -144,6 +141,16 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     )
     stacked = choose_stacked_clients(recipe.run.stacked_clients, algorithm, problem, info, machine.device)
     return Job(recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked)
+
+
+def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone, PeftModel]:
+    """The frozen base with the task's head, and the same model with its adapter on the machine's device."""
+    seed = recipe.run.seed
+    with stage(f"loading {recipe.model.name}", at_once=True):
+        backbone = load_backbone(recipe.model, task.head, local_hub=recipe.run.local_hub, seed=seed)
+        model = attach_lora(backbone, recipe.lora, seed=seed).to(machine.device)
+    _check_length(recipe, backbone)
+    return backbone, model
 
 
 def build_together(recipe: Recipe, cache: ReadCache | None, executor: Executor) -> Job:
