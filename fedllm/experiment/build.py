@@ -119,11 +119,8 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     parts = get_partition(recipe.partition, dataset)
     _check_parts(parts, recipe)
     recipe = recipe.for_clients(len(parts))
-    with stage(f"loading {recipe.model.name}", at_once=True):
-        backbone = load_backbone(recipe.model, task.head, local_hub=hub, seed=recipe.run.seed)
-        model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed).to(machine.device)
+    backbone, model = _load_model(recipe, task, machine)
     recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
-    _check_length(recipe, backbone)
     train, validation = _tokenize(recipe, dataset, task, backbone, cache)
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs
@@ -147,6 +144,16 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     )
     stacked = choose_stacked_clients(recipe.run.stacked_clients, algorithm, problem, info, machine.device)
     return Job(recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked)
+
+
+def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone, PeftModel]:
+    """The frozen base with the task's head, and the same model with its adapter on the machine's device."""
+    seed = recipe.run.seed
+    with stage(f"loading {recipe.model.name}", at_once=True):
+        backbone = load_backbone(recipe.model, task.head, local_hub=recipe.run.local_hub, seed=seed)
+        model = attach_lora(backbone, recipe.lora, seed=seed).to(machine.device)
+    _check_length(recipe, backbone)
+    return backbone, model
 
 
 def _tokenize(recipe: Recipe, dataset: Dataset, task: Task, backbone: Backbone, cache: ReadCache) -> list[Tokens]:
