@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedllm.common.errors import UserError
-from fedllm.common.schema import build, describe, key_aliases, keys, setting
+from fedllm.common.schema import build, describe, key_aliases, keys, nearest, setting, without_nulls
 
 
 class Scale:
@@ -143,3 +143,14 @@ def test_a_type_in_words() -> None:
     assert describe(tuple[float, ...]) == "a list of numbers"
     assert describe(tuple[float, float]) == "a list of 2 numbers"
     assert describe(list[Literal["a", "b"]]) == "a list of any of: a, b"
+
+
+def test_a_null_is_left_out_where_the_key_takes_none() -> None:
+    values = dict.fromkeys(["whole", "width", "section", "text", "targets", "maybe", "any", "wole"])
+    assert set(without_nulls(Section, values)) == {"text", "targets", "maybe", "any", "wole"}
+    assert without_nulls(Section, {"whole": 0, "flag": False}) == {"whole": 0, "flag": False}
+
+
+def test_a_name_that_is_less_alike_than_asked_for_is_not_proposed() -> None:
+    assert nearest("fedyogi", ["fedit"]) == " (did you mean 'fedit'?)"
+    assert nearest("fedyogi", ["fedit"], 0.8) == ""
