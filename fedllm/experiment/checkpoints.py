@@ -121,7 +121,8 @@ class Checkpoints:
 
     def _newest(self) -> list[Path]:
         found = self.folder.glob("[0-9]*") if self.folder.is_dir() else []
-        return sorted((path for path in found if path.is_dir() and path.name.isdigit()), reverse=True)
+        numbered = (path for path in found if path.is_dir() and path.name.isdigit())
+        return sorted(numbered, key=lambda path: int(path.name), reverse=True)
 
     def _write(
         self, aside: Path, federation: FederationState, metrics: list[dict[str, Any]], previous: Path | None
