@@ -27,10 +27,12 @@ from rich.table import Table
 
 from benchmarks.scaling.model import received
 from fedllm import load_recipe
-from fedllm.experiment.build import build_together, with_dir
+from fedllm.common.console import warn
+from fedllm.experiment.build import with_dir
+from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.records import versions
-from fedllm.experiment.session import begin, empty_folder
+from fedllm.experiment.session import open_session
 from fedllm.federation.rounds import Plan, run_round
 from fedllm.federation.sampling import sample
 
@@ -90,11 +92,9 @@ def rounds(path: str, overrides: list[str], count: int, folder: Path) -> None:
     """In one of the timed processes: rounds as a run has them, without evaluation. Rank 0 prints the numbers."""
     recipe = with_dir(load_recipe(path, overrides), folder)
     executor = executor_for(recipe.run)
-    job = build_together(recipe, None, executor)
-    files = executor.share_folder(empty_folder(folder / "clients", executor))
-    session = begin(job, folder, executor, files)
+    session = open_session(recipe, folder, executor, Checkpoints(folder / "checkpoints", warn))
+    job, info, state = session.job, session.job.info, session.state
     plan = Plan(job.stacked_clients, parts=session.facts.shares, executor=executor)
-    info, state = job.info, session.state
     seconds, received_bytes = [], []
     for _ in range(count + 1):
         clients, tracked = sample(recipe.run.seed, state.round, info.num_clients, info.sampled, info.tracked)
