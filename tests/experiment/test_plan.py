@@ -23,7 +23,7 @@ def test_the_plan_names_classes_and_sites_and_warns(
             writer.writerow([f"cat {'the ' * row}dog", name, f"site {row % 13 if row % 2 else 0}"])
         writer.writerow(["cat dog", "urgent", "site 0"])
     data = f"data={{name: null, train: {tmp_path}/train.csv, text: [text], label: label, max_length: 16}}"
-    partition = "partition={scheme: by_column, column: site, clients: null}"
+    partition = "partition={scheme: by_column, column: site, clients: null, min_size: null}"
     dry_run(load_recipe(tiny / "recipe.yaml", [data, "data.validation=null", partition]))
     said = " ".join(capsys.readouterr().out.split())
     assert "classes '[routine] follow-up' 56 (" in said

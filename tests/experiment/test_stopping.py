@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,17 @@ OVERRIDES = ["run.threads=1", "run.checkpoint_every=10", "run.trackers=[]"]
 @pytest.fixture(scope="module")
 def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_recipe(tiny / "recipe.yaml", OVERRIDES, tmp_path_factory.mktemp("whole") / "run").folder
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """The signals as in a terminal: what starts the tests may ignore some, as nohup and a shell's & do."""
+    ours = {signal.SIGINT: signal.default_int_handler}
+    ours |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.SIG_DFL)
+    before = {number: signal.signal(number, handler) for number, handler in ours.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def in_round(monkeypatch: pytest.MonkeyPatch, round: int, act: Callable[[], None]) -> None:
@@ -203,6 +214,7 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tiny: Path, tmp_path: P
     """numpy would make a thousand lines of it."""
     program = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Find:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'numpy.linalg':\n"
