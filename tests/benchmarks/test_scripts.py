@@ -43,6 +43,7 @@ def test_the_readme_names_only_scripts_that_exist() -> None:
     assert (FOLDER / "sst2.sh").stat().st_mode & 0o100
 
 
+@pytest.mark.slow
 def test_speed_by_its_old_name() -> None:
     command = [sys.executable, str(FOLDER / "speed.py"), "--help"]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=REPO.parent, check=False)

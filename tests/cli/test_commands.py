@@ -121,6 +121,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_accelerate_launch_uses_every_core_it_may(recipe: str, tmp_path: Path) -> None:
     """accelerate gives a CPU process OMP_NUM_THREADS=1; the run sets its own number."""
     command = [

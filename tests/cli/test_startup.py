@@ -99,6 +99,7 @@ def test_the_first_process_of_every_machine_speaks() -> None:
     assert (code, said) == (2, "fedllm: missing.yaml: no such recipe file\n")
 
 
+@pytest.mark.slow
 def test_what_fedllm_builds_on_says_nothing_when_it_is_imported() -> None:
     """On a CPU with fast bfloat16, bitsandbytes would ask for a kernel that fedllm does not use."""
     done = subprocess.run(

@@ -58,6 +58,7 @@ def test_two_processes_give_the_bits_of_one(tiny: Path, tmp_path: Path, one: Pat
     assert numbers(folder) == numbers(one)
 
 
+@pytest.mark.slow
 def test_a_sweep_on_two_machines_gives_the_bits_of_one_process(tiny: Path, tmp_path: Path, one: Path) -> None:
     """A launcher for each, as on machines of their own, in folders of their own; only the first one writes."""
     (tmp_path / "grid.yaml").write_text("grid: {algorithm.lr: [0.01, 0.02]}")
@@ -83,6 +84,7 @@ def test_a_sweep_on_two_machines_gives_the_bits_of_one_process(tiny: Path, tmp_p
     assert list(elsewhere.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named_and_the_run_goes_on_later(tiny: Path, tmp_path: Path, one: Path) -> None:
     folder = tmp_path / "killed"
     words = [str(tiny / "recipe.yaml"), f"run.dir={folder}", *OVERRIDES]
@@ -95,6 +97,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on_later(tiny: Path, tmp_pat
     assert same_bits(folder, one)
 
 
+@pytest.mark.slow
 def test_a_clients_failure_in_another_process_is_named(tiny: Path, tmp_path: Path) -> None:
     """A client of process 1 sends nan in round 1 and is rejected; in round 2 one raises, which ends the run."""
     folder = tmp_path / "failing"
@@ -110,6 +113,7 @@ def test_a_clients_failure_in_another_process_is_named(tiny: Path, tmp_path: Pat
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["000001"]
 
 
+@pytest.mark.slow
 def test_memory_that_gives_out_in_one_process_counts_for_all(tiny: Path, tmp_path: Path) -> None:
     """Four clients each; from round 2 on process 1 has room for two, in its forward pass, and says so by torch's own
     error. Process 0, which has room, goes on with two from round 3 on; the result is that of one process. Evaluation,
@@ -147,6 +151,7 @@ def test_a_users_mistake_is_told_once(tiny: Path) -> None:
     assert "exitcode  : 2" in done.stderr
 
 
+@pytest.mark.slow
 def test_run_recipe_of_a_users_own_script_shares_the_work(tiny: Path, tmp_path: Path, one: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(
@@ -160,6 +165,7 @@ def test_run_recipe_of_a_users_own_script_shares_the_work(tiny: Path, tmp_path: 
     assert same_bits(tmp_path / "run", one)
 
 
+@pytest.mark.slow
 def test_a_killed_process_costs_the_rounds_since_the_last_checkpoint(tiny: Path, tmp_path: Path, one: Path) -> None:
     """torchrun --max-restarts starts all again, and they go on by themselves, though run.resume asks for a new run."""
     folder = tmp_path / "healed"
@@ -172,6 +178,7 @@ def test_a_killed_process_costs_the_rounds_since_the_last_checkpoint(tiny: Path,
     assert numbers(folder) == numbers(one)
 
 
+@pytest.mark.slow
 def test_a_silent_process_is_waited_for_only_so_long(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "silent"
     words = [str(tiny / "recipe.yaml"), f"run.dir={folder}", "run.timeout=4", *OVERRIDES]
@@ -181,6 +188,7 @@ def test_a_silent_process_is_waited_for_only_so_long(tiny: Path, tmp_path: Path)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["000001"]
 
 
+@pytest.mark.slow
 def test_processes_must_have_read_the_same_data(tiny: Path, tmp_path: Path) -> None:
     done = launch(
         "tests/support/poisoned.py", str(tiny / "recipe.yaml"), *OVERRIDES, "--dry-run", fault="1:0:other-data"

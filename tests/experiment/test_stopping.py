@@ -196,6 +196,7 @@ def test_under_torchrun_the_exit_code_is_0_and_a_copy_of_ctrl_c_counts_once(monk
             stop.handle(signal.SIGINT, None)
 
 
+@pytest.mark.slow
 def test_two_processes_end_together_whichever_of_them_gets_the_signal(tiny: Path, tmp_path: Path) -> None:
     """SIGUSR1 to both in round 2, then to the second one alone in round 4; one process finishes with its own bits."""
     folder = tmp_path / "two"

@@ -294,6 +294,7 @@ def test_quiet_puts_back_what_it_silences() -> None:
         transformers_logging.set_verbosity(before)
 
 
+@pytest.mark.slow
 def test_loading_says_nothing(tiny: dict[str, str]) -> None:
     code = (
         "from fedllm.models.loading import load_backbone; from fedllm.models.lora import attach_lora\n"

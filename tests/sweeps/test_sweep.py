@@ -241,6 +241,7 @@ def test_a_cell_that_cannot_go_on_does_not_stop_the_others(
     assert "lr=1e+38-s0" in error
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on(tiny: Path, tmp_path: Path) -> None:
     """kill -9 in the midst of the second cell; the same command ends with the bits of a sweep left alone."""
     grid = write(tmp_path, grid={"algorithm.lr": [0.01, 0.02]})
@@ -342,6 +343,7 @@ def test_when_every_trial_fails_the_sweep_says_so(tiny: Path, tmp_path: Path) ->
     assert "failed" in (tmp_path / "out" / "trials.md").read_text()
 
 
+@pytest.mark.slow
 def test_two_sweeps_at_once_share_the_cells(tiny: Path, tmp_path: Path) -> None:
     """Each takes a cell that the other one has not. One is killed in the middle of its own, which the other ends."""
     grid = write(tmp_path, set={"federation.rounds": 30}, grid={"algorithm.lr": [0.01, 0.02]})
