@@ -134,7 +134,7 @@ def test_two_data_sets_are_two_tables_that_fit_the_terminal(tmp_path, width, mon
     folders = twelve(tmp_path)
     monkeypatch.setattr(console, "width", width)
     with console.capture() as capture:
-        written = report(folders, tmp_path / "out")
+        report(folders, tmp_path / "out", formats=["md"])
     lines = [line.rstrip() for line in capture.get().splitlines()]
     shown = lines[: next(i for i, line in enumerate(lines) if line.startswith("written to"))]
     tables = "\n".join(line for line in shown if "drawn" not in line)
@@ -147,6 +147,10 @@ def test_two_data_sets_are_two_tables_that_fit_the_terminal(tmp_path, width, mon
         assert 1 <= parts <= 3
         assert [sum(name in line for line in table.splitlines()) for name in ALGORITHMS] == [parts] * 5
         assert len(table.splitlines()) < 40
+
+
+def test_the_files_of_two_data_sets(tmp_path):
+    written = report(twelve(tmp_path), tmp_path / "out")
     names = {path.name for path in written}
     assert {"score_by_round.agnews-train-parquet.png", "train_loss.snli-train-parquet.svg"} < names
     for text in ("summary.md", "report.html"):

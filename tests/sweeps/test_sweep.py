@@ -73,6 +73,7 @@ def test_a_grid_may_give_another_name_of_a_key(tmp_path: Path) -> None:
     assert [cell.recipe(str(tmp_path / "r.yaml")).run.stacked_clients for cell in found] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_sweep_is_its_runs_and_their_table(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
