@@ -47,9 +47,10 @@ class Table:
             )
         values = self.columns[name]
         if missing := values.count(None):
+            first, verb = values.index(None) + 1, "has" if missing == 1 else "have"
             raise UserError(
-                f"{self.source}, column '{name}': {missing:,} of {len(values):,} rows have no value, the first is row "
-                f"{values.index(None) + 1}; fill them in or drop these rows"
+                f"{self.source}, column '{name}': {missing:,} of {len(values):,} rows {verb} no value, the first is "
+                f"row {first}; fill them in or drop these rows"
             )
         return values
 

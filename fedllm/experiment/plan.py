@@ -34,13 +34,13 @@ def plan_table(job: Job) -> Table:
         "data": f"{job.dataset.name}: {len(job.dataset.train):,} training, {len(job.dataset.validation):,} validation "
         f"samples, {job.task.describe()}",
         **_classes(job),
-        "clients": f"{len(job.parts)}, {info.sampled} a round, {info.tracked} of them tracked",
+        "clients": f"{len(job.parts)}, {info.sampled} per round, {info.tracked} of them tracked",
         "samples per client": f"min {sizes.min():,}, median {int(np.median(sizes)):,}, max {sizes.max():,}",
         **_sites(job, sizes),
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
-        "bytes a round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
-        "vectors a round": _vectors(job),
+        "bytes per round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
+        "vectors per round": _vectors(job),
         "client memory": f"{(frozen_bytes + 4 * state) / 2**20:,.1f} MiB of weights and state",
         "runs on": f"{processes}{where}, {machine.precision}, {job.stacked_clients} clients together",
         "rows": _rows(job),
@@ -76,9 +76,9 @@ def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
 
 def _rows(job: Job) -> str:
     if job.problem.packed:
-        rows = "several samples a row"
+        rows = "several samples per row"
     else:
-        rows = "a sample a row" if job.recipe.run.slices != "auto" else "a sample a row, as this model needs it"
+        rows = "one sample per row" if job.recipe.run.slices != "auto" else "one sample per row, as this model needs it"
     if job.recipe.run.gradient_checkpointing:
         rows += ", blocks computed again"
     return f"{rows}, passes of {int(job.problem.pass_tokens):,} tokens unless a client alone has more"

@@ -19,7 +19,7 @@ def test_a_made_recipe_is_good(tmp_path: Path, base: str, capsys: pytest.Capture
     assert main(["run", str(recipe), "--dry-run", "run.device=cpu"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "2,000 training, 200 validation samples" in said
-    assert "several samples a row" in said
+    assert "several samples per row" in said
 
 
 def test_made_texts_are_as_long_as_sst2s(tmp_path: Path) -> None:

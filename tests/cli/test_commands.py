@@ -110,11 +110,11 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
         "validation samples, 2 classes",
         "trainable parameters",
         "samples per client",
-        "bytes a round",
+        "bytes per round",
         "blocks",
         "runs on",
         "client memory",
-        "several samples a row",
+        "several samples per row",
     ):
         assert word in plan
     assert f"{usable_cores()} threads" in plan

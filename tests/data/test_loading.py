@@ -161,8 +161,8 @@ def test_splits_may_be_of_different_formats(tmp_path):
         ("t.csv", "text,label\n", ["t.csv", "no rows"]),
         ("t.csv", "txt,label\na,b\n", ["data.text", "no column 'text'", "did you mean 'txt'", "'txt', 'label'"]),
         ("t.csv", "text,lable\na,b\n", ["data.label", "no column 'label'", "did you mean 'lable'"]),
-        ("t.csv", "text,label\na,b\n,c\n", ["row 2", "'text'", "1 of 2 rows have no value"]),
-        ("t.csv", "text,label\na,\nb,c\n", ["row 1", "'label'", "1 of 2 rows have no value"]),
+        ("t.csv", "text,label\na,b\n,c\n", ["row 2", "'text'", "1 of 2 rows has no value"]),
+        ("t.csv", "text,label\na,\nb,c\n", ["row 1", "'label'", "1 of 2 rows has no value"]),
         ("t.csv", "text,label\na,b,c\n", ["t.csv", "row 1 has 3 columns, expected 2"]),
         ("t.csv", "text,text,label\na,b,c\n", ["t.csv", "'text'", "more than once"]),
         ("t.tsv", 'text\tlabel\na\tx\n"b\ty\nc\tx\nd"\ty\n', ["t.tsv", "row 2", "'text'", "a quote at its beginning"]),
@@ -541,7 +541,7 @@ def test_newsgroup_messages_lose_headers_quotes_and_signatures():
 def test_columns_are_checked_as_a_whole():
     table = Table("t", {"a": ["x", None]})
     assert len(table) == 2
-    with pytest.raises(UserError, match="t, column 'a': 1 of 2 rows have no value, the first is row 2"):
+    with pytest.raises(UserError, match="t, column 'a': 1 of 2 rows has no value, the first is row 2"):
         table.texts("a")
 
 

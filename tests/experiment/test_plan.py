@@ -27,7 +27,7 @@ def test_the_plan_names_classes_and_sites_and_warns(
     dry_run(load_recipe(tiny / "recipe.yaml", [data, "data.validation=null", partition]))
     said = " ".join(capsys.readouterr().out.split())
     assert "classes '[routine] follow-up' 56 (" in said
-    assert "and 6 more clients 13, 5 a round" in said
+    assert "and 6 more clients 13, 5 per round" in said
     assert "sites 'site 0' " in said
     assert ", ..., 'site" in said
     assert "1 of 125 rows repeat the text of another row" in said
