@@ -68,7 +68,7 @@ def stratify(labels: np.ndarray, regression: bool = False, bins: int = 10) -> np
     values = np.asarray(labels)
     if values.ndim != 1 or not len(values):
         raise UserError(
-            f"partition: found labels of shape {values.shape}, expected one label a sample and some samples"
+            f"partition: found labels of shape {values.shape}, expected one label per sample and some samples"
         )
     if regression:
         if bins < 1:

@@ -60,14 +60,14 @@ class Server:
     def _open(self) -> None:
         self._declared = Declared.by(self.algorithm, self.x, self.info)
         self._reduction = self._pipeline.reduction(self.algorithm, self._declared, self.x.device)
-        self._heard: dict[int, str] = {}
+        self._receipts: dict[int, str] = {}
         self.rejected: dict[int, str] = {}
 
     def broadcast(self, client: int | None = None) -> Broadcast:
         """Returns the message for a sampled client. With `client`, it also names that client's last counted upload.
 
         Raises UserError if `client` is not in 0 to N - 1."""
-        if client is not None and (why := self._stranger(client)):
+        if client is not None and (why := self._unknown_client(client)):
             raise UserError(why)
         server = {name: self.state[name] for name in self.algorithm.downloads()}
         counted = None if client is None else self.counted.get(client, "")
@@ -84,7 +84,7 @@ class Server:
         client: 0 to N - 1, as authenticated by the transport. samples: number of samples that the client holds;
         replaces the upload's own number.
         """
-        if why := self._stranger(client):
+        if why := self._unknown_client(client):
             return why
         if isinstance(upload, bytes | bytearray):
             most = sum(self._declared.sent.values()) * self.x.element_size() + _HEAD_BYTES
@@ -107,25 +107,25 @@ class Server:
         )
         weight = 1 if self.algorithm.weights == "uniform" else samples
         self._reduction.add(Uploads(sent, {}), rows, [0], self.x.new_tensor([weight], dtype=torch.float64))
-        self._heard[client] = upload.receipt
+        self._receipts[client] = upload.receipt
         self.rejected.pop(client, None)
         return None
 
-    def _stranger(self, client: Any) -> str | None:
+    def _unknown_client(self, client: Any) -> str | None:
         if _whole(client, 0, last := self.info.num_clients - 1):
             return None
         return f"client: found {_shown(client)}, expected 0 to {last}, num_clients less one"
 
     def _reject(self, client: int, why: str) -> str:
         why = why if len(why) <= _REASON else f"{why[:_REASON]}..."
-        if client not in self._heard:
+        if client not in self._receipts:
             self.rejected[client] = why
         return why
 
     def _refusal(self, upload: Upload, client: int, samples: int | None) -> str | None:
         if not isinstance(upload, Upload):
             return f"found {type(upload).__name__}, expected an Upload, as Client.finish gives it, or its bytes"
-        if client in self._heard:
+        if client in self._receipts:
             return "has sent its upload already"
         if self.round >= self.info.total:
             return f"the {self.info.total} rounds of the run are over"
@@ -161,7 +161,7 @@ class Server:
         require_enough(self._reduction.clients, min_clients, self.rejected, self.round)
         info = replace(self.info, index=self.round)
         self.x, self.state = aggregate(self.algorithm, self.x, self.state, self._reduction.result(), info)
-        self.counted |= self._heard
+        self.counted |= self._receipts
         self.round += 1
         self._open()
         return self.x

@@ -52,7 +52,7 @@ class Collectives(Executor):
             return "waiting for process 0" if rank else "deciding what all processes do next"
 
         if self.rank:
-            answer = self._hear(waiting)
+            answer = self._receive_from_first(waiting)
             if "error" in answer:
                 raise (UserError if answer["kind"] == "UserError" else RunError)(answer["error"])
             value: T = answer["value"]
@@ -62,9 +62,9 @@ class Collectives(Executor):
         except TerminatedError:
             raise
         except Exception as error:
-            self._tell({"error": str(error), "kind": _kind(error)}, waiting)
+            self._send_to_others({"error": str(error), "kind": _kind(error)}, waiting)
             raise
-        self._tell({"value": value}, waiting)
+        self._send_to_others({"value": value}, waiting)
         return value
 
     def together(self, work: Callable[[], tuple[T, Note]], doing: Callable[[int], str]) -> tuple[T, list[Note]]:
@@ -88,7 +88,7 @@ class Collectives(Executor):
         """Every process's plain data, in the order of ranks."""
         if self.rank:
             self._guard(0, doing, point_to_point.send, value, 0)
-            found: list[Any] = self._hear(doing)
+            found: list[Any] = self._receive_from_first(doing)
             return found
         try:
             answers = point_to_point.receive_all(self._others, doing, self._timeout)
@@ -96,14 +96,14 @@ class Collectives(Executor):
             raise point_to_point.who_is_lost(self._others, doing, self._timeout) or error from None
         self.bytes_received += sum(size for _, size in answers.values())
         found = [value, *(answers[rank][0] for rank in self._others)]
-        self._tell(found, doing)
+        self._send_to_others(found, doing)
         return found
 
-    def _tell(self, value: Any, doing: Callable[[int], str]) -> None:
+    def _send_to_others(self, value: Any, doing: Callable[[int], str]) -> None:
         for rank in self._others:
             self._guard(rank, doing, point_to_point.send, value, rank)
 
-    def _hear(self, doing: Callable[[int], str]) -> Any:
+    def _receive_from_first(self, doing: Callable[[int], str]) -> Any:
         value, size = self._guard(0, doing, point_to_point.receive, 0)
         self.bytes_received += size
         return value

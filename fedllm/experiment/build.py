@@ -90,14 +90,14 @@ class ReadCache:
     """A cache of the data and tokens that the last recipe read. The recipes of a sweep share it."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[object, Any]] = {}
+        self._results: dict[str, tuple[object, Any]] = {}
 
     def get(self, kind: str, source: object, read: Callable[[], T]) -> T:
         """The result of `read`, cached while `source` stays equal. The cache holds one result per kind."""
-        if kind not in self._kept or self._kept[kind][0] != source:
-            self._kept[kind] = (source, read())
-        kept: T = self._kept[kind][1]
-        return kept
+        if kind not in self._results or self._results[kind][0] != source:
+            self._results[kind] = (source, read())
+        result: T = self._results[kind][1]
+        return result
 
 
 def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1) -> Job:

@@ -95,7 +95,7 @@ def _require_tunable(path: Path, recipe: Recipe, overrides: Sequence[str], dry_r
         raise UserError(f"{path}: is the record of a run, which keeps what it chose; tune the recipe that it came from")
     if recipe.federation.clients_per_round == 1 and recipe.local.batch_size == 1:
         raise UserError(
-            "nothing to tune: one client a round (federation.clients_per_round) with batches of one sample "
+            "nothing to tune: one client per round (federation.clients_per_round) with batches of one sample "
             "(local.batch_size) can be cut in one way only"
         )
     if dry_run:

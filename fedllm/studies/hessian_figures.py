@@ -16,7 +16,7 @@ from torch.nn.functional import avg_pool2d
 from fedllm.studies.character_models import MODELS
 from fedllm.studies.hessian import Map, Study
 
-_LOOK: dict[Any, Any] = {
+_STYLE: dict[Any, Any] = {
     "font.size": 9.0,
     "text.color": "#333333",
     "axes.labelcolor": "#333333",
@@ -35,7 +35,7 @@ def draw(study: Study) -> Figure:
     """
     roles = list(MODELS[study.model].weights)
     rows, columns = len(study.rounds), len(roles)
-    with mpl.rc_context(_LOOK):
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(1.3 * columns + 1.1, 1.58 * rows + 0.75), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False)
         for m in study.maps:

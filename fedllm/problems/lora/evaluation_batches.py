@@ -1,4 +1,4 @@
-"""Evaluation in large batches of samples of similar length, cut smaller where memory gives out."""
+"""Evaluation in large batches of samples of similar length, cut into smaller ones if memory runs out."""
 
 from __future__ import annotations
 
