@@ -30,7 +30,7 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = exit_code
 
 
-def shown(value: object) -> str:
+def cut_name(value: object) -> str:
     """A name or label from a user's data as a message shows it: cut, because it may be a text put into the wrong
     column. Values of text columns are never shown."""
     text = str(value)
@@ -39,5 +39,5 @@ def shown(value: object) -> str:
 
 def listed(names: Sequence[object], most: int = 5) -> str:
     """Names from a user's data as a message lists them: 'a', 'b' and 3 more."""
-    quoted = ", ".join(f"'{shown(name)}'" for name in names[:most])
+    quoted = ", ".join(f"'{cut_name(name)}'" for name in names[:most])
     return f"{quoted} and {len(names) - most:,} more" if len(names) > most else quoted

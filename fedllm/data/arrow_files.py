@@ -17,7 +17,7 @@ import pyarrow.compute as pa_compute
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 
-from fedllm.common.errors import shown
+from fedllm.common.errors import cut_name
 
 Columns = dict[str, list[Any]]
 _MISSING = {"NA", "N/A", "NULL", "null"}  # texts that mean a missing number
@@ -142,6 +142,6 @@ def declared_classes(path: Path) -> dict[str, tuple[str, ...]]:
 def _columns(table: pa.Table) -> Columns:
     names = table.column_names
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"column '{shown(repeated[0])}' is there more than once")
+        raise ValueError(f"column '{cut_name(repeated[0])}' is there more than once")
     columns: Columns = table.to_pydict()
     return columns

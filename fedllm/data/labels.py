@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedllm.common.errors import UserError, shown
+from fedllm.common.errors import UserError, cut_name
 from fedllm.data.tables import Table
 
 KEY = "data.label"
@@ -40,11 +40,11 @@ class Coding:
         else:
             ids = {name: index for index, name in enumerate(self.names)}
             codes = [ids.get(_class_name(v)) for v in values]
-            names = ", ".join(map(shown, self.names[:20])) + (", ..." if len(self.names) > 20 else "")
+            names = ", ".join(map(cut_name, self.names[:20])) + (", ..." if len(self.names) > 20 else "")
             expected = f"a class of the training split: {names}"
         if None in codes:
             row = codes.index(None)
-            found = shown(repr(values[row]))
+            found = cut_name(repr(values[row]))
             raise UserError(f"{table.source}, row {row + 1}, column '{label}': found {found}, expected {expected}")
         return np.array(codes, np.int64 if self.names else np.float32)
 
@@ -64,16 +64,18 @@ def learn_coding(table: Table, label: str, regression: bool | None = None) -> Co
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise UserError(f"{where}: found values of type {found}; expected text, whole numbers or numbers")
     if regression and not numeric:
-        raise UserError(f"{where}: found {shown(repr(values[0]))}, expected numbers, as data.regression=true says")
+        raise UserError(f"{where}: found {cut_name(repr(values[0]))}, expected numbers, as data.regression=true says")
     fractions = [row for row, value in enumerate(values, 1) if not _is_whole(value)] if numeric else []
     if regression or (regression is None and fractions):
         return Coding((), doubts=() if regression else _few_fractions(where, values, fractions))
     names = tuple(map(_class_name, sorted(set(values))))
     for row, name in enumerate(map(_class_name, values), 1):
         if not name.strip() or name.encode("utf-8", "replace").decode() != name:
-            raise UserError(f"{where}, row {row}: found {shown(repr(name))}, expected a class's name in readable text")
+            raise UserError(
+                f"{where}, row {row}: found {cut_name(repr(name))}, expected a class's name in readable text"
+            )
     if len(names) < 2:
-        raise UserError(f"{where}: every row has the label '{shown(names[0])}'; expected two classes or more")
+        raise UserError(f"{where}: every row has the label '{cut_name(names[0])}'; expected two classes or more")
     if len(values) >= 100 and len(names) > len(values) / 2:
         raise UserError(f"{where}: {len(names)} classes in {len(values)} rows; {KEY} must name a column of classes")
     return Coding(names)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedllm.common.errors import UserError, shown
+from fedllm.common.errors import UserError, cut_name
 from fedllm.common.schema import build, nearest
 from fedllm.data.partitioning import partition, stratify, summary
 from fedllm.data.settings import PartitionSettings
@@ -163,7 +163,7 @@ def _draw(settings: PartitionSettings, dataset: Dataset) -> list[np.ndarray]:
             raise UserError(
                 f"partition.column={settings.column}: the training split of '{dataset.name}' has no such column"
                 f"{nearest(str(settings.column), list(columns))}; its columns, besides those of text and label: "
-                f"{', '.join(map(shown, columns)) or 'none'}"
+                f"{', '.join(map(cut_name, columns)) or 'none'}"
             )
         column = columns[settings.column]
         _require_values(column, settings, dataset)

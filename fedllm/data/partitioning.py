@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedllm.common.errors import UserError, shown
+from fedllm.common.errors import UserError, cut_name
 from fedllm.common.schema import nearest
 from fedllm.common.seeding import numpy_rng
 
@@ -138,7 +138,7 @@ def _by_column(column: Sequence[Any] | None, n: int, clients: int | None, min_si
             f"partition.clients={clients}: the column has {len(holders)} distinct values, one client each; "
             f"set partition.clients to null or {len(holders)}"
         )
-    short = [f"'{shown(name)}' ({len(samples)})" for name, samples in holders.items() if len(samples) < min_size]
+    short = [f"'{cut_name(name)}' ({len(samples)})" for name, samples in holders.items() if len(samples) < min_size]
     if short:
         raise UserError(
             f"partition.min_size={min_size}: fewer samples for {', '.join(short[:5])}"

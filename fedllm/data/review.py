@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedllm.common.errors import listed, shown
+from fedllm.common.errors import cut_name, listed
 from fedllm.data.repeats import count_relabelled, count_shared
 
 if TYPE_CHECKING:
@@ -61,6 +61,6 @@ def _majority(counts: np.ndarray, classes: Sequence[str]) -> list[str]:
     if share < MAJORITY:
         return []
     return [
-        f"{share:.0%} of the validation samples are of class '{shown(classes[int(counts.argmax())])}': "
+        f"{share:.0%} of the validation samples are of class '{cut_name(classes[int(counts.argmax())])}': "
         f"a model that always answers so has accuracy {share:.3f}"
     ]

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ class Job:
         """The objects that every round uses."""
         return Setup(self.algorithm, self.problem, self.info)
 
-    @property
+    @cached_property
     def data(self) -> dict[str, str]:
         """Digests of a result's inputs other than the recipe: training split, validation split and partition."""
         validation = self.dataset.validation.fingerprint()

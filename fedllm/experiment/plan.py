@@ -6,7 +6,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fedllm.common.errors import shown
+from fedllm.common.errors import cut_name
 from fedllm.experiment.build import Job, run_folder
 from fedllm.experiment.records import partition_summary
 from fedllm.federation.costs import client_memory, traffic, vectors_per_round
@@ -60,7 +60,7 @@ def _classes(job: Job) -> dict[str, str]:
     if (counts := job.task.class_counts(train, [np.arange(len(train))])) is None:
         return {}
     ranked = sorted(zip(counts[0], job.task.classes, strict=True), key=lambda pair: -pair[0])
-    named = [f"'{shown(name)}' {count:,} ({count / len(train):.0%})" for count, name in ranked[:_CLASSES]]
+    named = [f"'{cut_name(name)}' {count:,} ({count / len(train):.0%})" for count, name in ranked[:_CLASSES]]
     return {"classes": ", ".join(named) + (f" and {len(ranked) - _CLASSES:,} more" if len(ranked) > _CLASSES else "")}
 
 
@@ -68,7 +68,7 @@ def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
     """The largest and the smallest clients by name, where a column's values name the clients."""
     if (names := partition_summary(job)["names"]) is None:
         return {}
-    ranked = [f"'{shown(names[client])}' {sizes[client]:,}" for client in np.argsort(-sizes, kind="stable")]
+    ranked = [f"'{cut_name(names[client])}' {sizes[client]:,}" for client in np.argsort(-sizes, kind="stable")]
     if len(ranked) <= 2 * _SITES:
         return {"sites": ", ".join(ranked)}
     return {"sites": f"{', '.join(ranked[:_SITES])}, ..., {', '.join(ranked[-_SITES:])}"}
