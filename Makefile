@@ -16,7 +16,7 @@ ALGORITHM ?=
 SUITE = $(MODEL:%=--model %) $(ALGORITHM:%=--algorithm %) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format docs glue-all 20news gpu-bench clean
+.PHONY: help setup quickstart test lint format docs glue-all 20news table gpu-bench clean
 
 help:  ## list these targets
 	@echo "make TARGET [MODEL=minilm] [ALGORITHM=fedadamw] [ARGS='run.seed=1 ...'] [PYTHON=$(PYTHON)]"
@@ -49,6 +49,12 @@ glue-all: $(RUNTIME)  ## run the seven GLUE tasks with one ALGORITHM and MODEL (
 
 20news: $(RUNTIME)  ## run 20 Newsgroups in the same way (MODEL: gpt2 or minilm)
 	@$(BIN)/fedllm suite 20news $(SUITE)
+
+# One of fedadamw-table3, fadamgc-table2 and tracking-table2.
+TABLE ?= fadamgc-table2
+
+table: $(RUNTIME)  ## run the methods and tasks of a paper's TABLE and print ours beside it; ARGS=--small runs it on a CPU
+	@$(BIN)/fedllm suite $(TABLE) $(SUITE)
 
 gpu-bench: $(DEV)  ## measure on one GPU: tests, speed, profile, stacked clients and ablation; into runs/gpu, without a hub
 	@$(BIN)/python -m benchmarks.gpu.measure runs/gpu $(ARGS)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from fedllm.algorithms import Algorithm, load_algorithm
     from fedllm.common.errors import RunError, UserError
     from fedllm.config.recipe import load_recipe
+    from fedllm.experiment.evaluate_run import evaluate_run
+    from fedllm.experiment.export import export_adapter, export_merged
+    from fedllm.experiment.prediction import load_predictor, predict_file
+    from fedllm.experiment.push import push_adapter
     from fedllm.experiment.run import run_recipe
     from fedllm.federation.simulation import simulate
     from fedllm.problems.base import Problem
@@ -29,6 +33,12 @@ _HOME = {
     "simulate": "federation.simulation",
     "load_recipe": "config.recipe",
     "run_recipe": "experiment.run",
+    "evaluate_run": "experiment.evaluate_run",
+    "predict_file": "experiment.prediction",
+    "load_predictor": "experiment.prediction",
+    "push_adapter": "experiment.push",
+    "export_adapter": "experiment.export",
+    "export_merged": "experiment.export",
     "RunError": "common.errors",
     "UserError": "common.errors",
 }
@@ -38,8 +48,14 @@ __all__ = [
     "QuadraticProblem",
     "RunError",
     "UserError",
+    "evaluate_run",
+    "export_adapter",
+    "export_merged",
     "load_algorithm",
+    "load_predictor",
     "load_recipe",
+    "predict_file",
+    "push_adapter",
     "run_recipe",
     "simulate",
 ]

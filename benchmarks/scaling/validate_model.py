@@ -76,7 +76,9 @@ def problem(
         pad_token_id=0,
         use_cache=False,
     )
-    model = LlamaForSequenceClassification(config).requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForSequenceClassification(config).requires_grad_(False)
     if bfloat16:
         model = model.to(torch.bfloat16)
     no_tokenizer = cast(PreTrainedTokenizerBase, None)

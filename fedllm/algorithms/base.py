@@ -14,7 +14,7 @@ T = tracked.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -129,6 +129,26 @@ class Algorithm:
         """Vectors that only the T tracked clients send."""
         return {}
 
+    def computable(self, info: RoundInfo, equal_steps: bool) -> tuple[str, ...]:
+        """Vectors that server and client can work out from the last two x instead of sending them. equal_steps: whether
+        all clients take info.local_steps steps."""
+        return self.derivable
+
+    def local_moments(self) -> tuple[str, ...]:
+        """The moments of the local optimizer, by name."""
+        return ("m", "v") if self.moment else ()
+
+    def held_vectors(self) -> int:
+        """Vectors of d numbers that a client holds while it trains, by the count of GC Table 6.
+
+        These are x_i, the gradient, each local moment, and each other vector that a client receives or stores, counted
+        once for each name: y and y_i are one vector, their difference. As in the table, neither the running maximum
+        vhat nor a running sum of the gradients counts. Block means do not count. `costs.client_memory` counts all.
+        """
+        named = {**self.downloads(), **self.client_vectors()}
+        held = {name for name, of in named.items() if of == "d"} | {*self.local_moments()}
+        return 2 + len(held - {"vhat"})
+
     def needs_blocks(self) -> bool:
         """Whether any of its vectors holds block means."""
         declared = (self.server_vectors(), self.client_vectors(), self.uploads(), self.tracked_uploads())
@@ -137,6 +157,10 @@ class Algorithm:
     def needs_full_gradient(self) -> bool:
         """Whether the clients' state starts from their full local gradients at x0."""
         return False
+
+    def check(self, info: RoundInfo, steps: Sequence[int] = ()) -> None:
+        """Raises UserError, naming the setting, if the algorithm cannot run in this federation. Called before the first
+        round and at the start of each. steps: local steps of clients, where they are known."""
 
     def depends_on_total(self) -> str:
         """The setting by which a round depends on the run's number of rounds (RoundInfo.total); "" where none does.
@@ -262,16 +286,6 @@ def update_moments(local: State, g: Tensor, betas: tuple[float, float]) -> None:
     b1, b2 = betas
     local["m"].mul_(b1).add_(g, alpha=1 - b1)
     local["v"].mul_(b2).addcmul_(g, g, value=1 - b2)
-
-
-def adamw_step(
-    local: State, g: Tensor, k: int, eta: Tensor, *, betas: tuple[float, float], eps: float, weight_decay: float
-) -> None:
-    """One AdamW step with bias correction by the local k and decoupled decay (FedAdamW paper, Alg. 1)."""
-    b1, b2 = betas
-    update_moments(local, g, betas)
-    mh, vh = local["m"] / (1 - b1**k), local["v"] / (1 - b2**k)
-    descend(local["x"], eta, adam_direction(mh, vh, eps), weight_decay)
 
 
 def rows_of(start: Tensor | None, x: Tensor) -> Tensor:

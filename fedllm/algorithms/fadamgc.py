@@ -12,7 +12,6 @@ from fedllm.algorithms.base import (
     Rows,
     Vectors,
     adam_direction,
-    adamw_step,
     descend,
     rows_of,
     track,
@@ -43,10 +42,18 @@ class FAdamGC(Algorithm):
     At the start v_i = vhat_i = 0 and y_i = y = 0; with `tracking_init: gradient`
         y_i = full local gradient at x0,  y = mean_i y_i
 
-    No bias correction. v_i and vhat_i are kept by tracked and untracked clients. y is the mean of all N clients' y_i
-    after every round. `local` (GC App. J): rmsprop has no first moment and no maximum, v_i persists, and
-    x_i -= eta (gh/(sqrt(v)+eps) + lambda x_i); adamw is LocalAdamW's step on gh, from m = v = 0 each round, with bias
-    correction by the local k.
+    y is the mean of all N clients' y_i after every round. No bias correction: GC's analysis forgoes it.
+
+    *choice*: eps is added to the root, as in GC Alg. 1 and torch.optim.Adam. GC eq. 2, 4 and Alg. 2 print it inside the
+    root, where 1e-8 keeps the root above 1e-4. *choice*: tracked and untracked clients keep v_i and vhat_i, as PT
+    prints. GC Alg. 1 has that line under `else`, so that tracked clients would lose theirs. *choice*: y_i starts at 0,
+    since PT has no line on it, and a first round without correction is LocalAdam's; `tracking_init: gradient` is GC
+    Alg. 1, line 1, and costs a pass over all data. *choice*: y_i' is the mean over the steps that the client takes,
+    which may be fewer than K.
+
+    `local` (GC App. J): rmsprop has no first moment and no maximum, v_i persists, and x_i -= eta (gh/(sqrt(v)+eps) +
+    lambda x_i). adamw "operates identically to FAdamGC, the only difference being decoupled weight decay", and decay is
+    decoupled above already: it is adam by another name, and what makes it AdamW is a `weight_decay` above 0.
     """
 
     aliases: ClassVar = ("fadamgt", "fedit_adamgt", "fedit_adamgc")
@@ -58,15 +65,20 @@ class FAdamGC(Algorithm):
     tracking_init: Literal["zero", "gradient"] = setting("zero", "y_i at the start: 0, or the full gradient at x0")
     local: Literal["adam", "rmsprop", "adamw"] = setting("adam", "local optimizer that takes the corrected gradient")
 
+    def _second_moments(self) -> Vectors:
+        return {"v": "d"} if self.local == "rmsprop" else {"v": "d", "vhat": "d"}
+
     def server_vectors(self) -> Vectors:
         return {"y": "d"}
 
     def client_vectors(self) -> Vectors:
-        persistent: dict[str, Vectors] = {"adam": {"v": "d", "vhat": "d"}, "rmsprop": {"v": "d"}, "adamw": {}}
-        return {"y": "d", **persistent[self.local]}
+        return {"y": "d", **self._second_moments()}
 
     def tracked_uploads(self) -> Vectors:
         return {"y": "d"}
+
+    def local_moments(self) -> tuple[str, ...]:
+        return ("v",) if self.local == "rmsprop" else ("m", "v")
 
     def needs_full_gradient(self) -> bool:
         return self.tracking_init == "gradient"
@@ -80,23 +92,22 @@ class FAdamGC(Algorithm):
         return zeros if gradient is None else {**zeros, "y": gradient.clone()}
 
     def begin(self, x: Tensor, server: State, clients: State, info: RoundInfo) -> State:
-        moments = {"adam": ("m", "v", "vhat"), "rmsprop": ("v",), "adamw": ("m", "v")}[self.local]
-        local = {name: rows_of(clients.get(name), x) for name in moments}
-        return {"x": x.clone(), "correction": server["y"] - clients["y"], "g_sum": rows_of(None, x), **local}
+        moments = {} if self.local == "rmsprop" else {"m": rows_of(None, x)}
+        moments |= {name: rows_of(clients[name], x) for name in self._second_moments()}
+        return {"x": x.clone(), "correction": server["y"] - clients["y"], "g_sum": rows_of(None, x), **moments}
 
     def step(self, local: State, g: Tensor, k: int, eta: Tensor, info: RoundInfo) -> None:
         local["g_sum"] += g
         gh = g + local["correction"]
-        if self.local == "adam":
-            update_moments(local, gh, self.betas)
-            torch.maximum(local["vhat"], local["v"], out=local["vhat"])
-            descend(local["x"], eta, adam_direction(local["m"], local["vhat"], self.eps), self.weight_decay)
-        elif self.local == "rmsprop":
+        if self.local == "rmsprop":
             b2 = self.betas[1]
             local["v"].mul_(b2).addcmul_(gh, gh, value=1 - b2)
-            descend(local["x"], eta, adam_direction(gh, local["v"], self.eps), self.weight_decay)
+            direction = adam_direction(gh, local["v"], self.eps)
         else:
-            adamw_step(local, gh, k, eta, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+            update_moments(local, gh, self.betas)
+            torch.maximum(local["vhat"], local["v"], out=local["vhat"])
+            direction = adam_direction(local["m"], local["vhat"], self.eps)
+        descend(local["x"], eta, direction, self.weight_decay)
 
     def end(
         self, local: State, x: Tensor, server: State, clients: State, rows: Rows, info: RoundInfo

@@ -44,8 +44,9 @@ class FAdamGCB(Algorithm):
     At the start vbar = 0 and y_i = y = 0; with `tracking_init: gradient`
         y_i = full local gradient at x0,  y = mean_i y_i
 
-    Ours: no per-client second moment to store. No bias correction, as in FAdamGC. y is the mean of all N clients' y_i
-    after every round. *choice*: the maximum spans a round, not the run, so vbar may fall again.
+    Ours: no per-client second moment to store. y is the mean of all N clients' y_i after every round. As in FAdamGC,
+    there is no bias correction, eps is added to the root, and y_i starts at 0 by default. *choice*: the maximum spans a
+    round, not the run, so vbar may fall again.
     """
 
     aliases: ClassVar = ("fadamgt_b", "fedit_adamgt_b")

@@ -23,8 +23,9 @@ class FedAdam(Algorithm):
         v = b2 v + (1-b2) D^2
         x += eta_g m/(sqrt(v)+tau)
 
-    m and v never leave the server. With `bias_correction`, round t = 0, 1, ... divides m by 1-b1^(t+1) and v by
-    1-b2^(t+1).
+    m and v never leave the server. *choice*: no bias correction, as Alg. 2 prints; with `bias_correction`, round t = 0,
+    1, ... divides m by 1-b1^(t+1) and v by 1-b2^(t+1). *choice*: v starts at 0, and the paper starts it at tau^2 or
+    more, which would count tau twice in the first rounds. GC runs FedAdam with tau = 1e-8.
     """
 
     paper: ClassVar = "Adaptive Federated Optimization (Reddi et al., 2021), Alg. 2"

@@ -38,12 +38,17 @@ class FedAdamW(Algorithm):
         vbar = mean_i vbar_i
         Delta = -D/(K eta)
 
-    A client that saw the round before can work out Delta from the two x, so it need not be sent to it. *choice*: the
-    second moment alone is corrected by t', with K the most steps that a client takes; `bias_time: global` uses t' for
-    both, as the authors' code does. `form: alg3` has b1 = 0, no decay, and
-    x_i -= eta (alpha g/(sqrt(vh)+eps) + (1-alpha) Delta); its gamma is eta_g K eta. Ablations of Table 4:
-    `aggregate_v: false` (v = 0 at the start of each round, corrected by k), `alpha: 0` (no Delta), `decay: coupled`
-    (lambda x_i is added to g).
+    A client that saw the round before can work out Delta from the two x, so it need not be sent to it.
+
+    *choice*: the weights decay. FW eq. 5 and Alg. 2 print "- lambda x" inside the step, by which they would grow; FW's
+    code decays, as AdamW does. *choice*: the second moment, which is carried over, is corrected by the step of the
+    whole run, t' (Alg. 2, line 12), and the first, which starts anew, by k; `bias_time: global` uses t' for both, as
+    the authors' code does. *choice*: K in t' is the most steps that a client takes, so that t' is the same for all
+    clients. *choice*: K eta is the mean of the clients' sums of rates, where they take unequal steps.
+
+    `form: alg3` has b1 = 0, no decay, and x_i -= eta (alpha g/(sqrt(vh)+eps) + (1-alpha) Delta); its gamma is eta_g K
+    eta. Ablations of Table 4: `aggregate_v: false` (v = 0 at the start of each round, corrected by k), `alpha: 0` (no
+    Delta), `decay: coupled` (lambda x_i is added to g).
     """
 
     aliases: ClassVar = ("fedit_fedadamw",)

@@ -26,8 +26,9 @@ class FedAMS(Algorithm):
         x += eta_g m/(sqrt(vhat)+eps)          option 2
         x += eta_g m/sqrt(max(vhat, eps))      option 1
 
-    m, v and vhat never leave the server. The paper's option 1 has one number in place of floor and eps, the larger of
-    the two.
+    m, v and vhat never leave the server. No bias correction, as in the paper. *choice*: the floor holds under both
+    options, so that these differ in the place of eps alone. The paper's option 1 has one number in place of floor and
+    eps, the larger of the two. GC runs FedAMS with 1e-8 for eps and floor.
     """
 
     paper: ClassVar = "Communication-Efficient Adaptive Federated Learning (Wang et al., 2022), Alg. 1"

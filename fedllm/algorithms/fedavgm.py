@@ -22,6 +22,9 @@ class FedAvgM(Algorithm):
     Server:
         G = -D/(K eta)
         x += eta_g D
+
+    *choice*: eta_g multiplies D, as in every algorithm here. The paper's server rate gamma multiplies G and is eta_g K
+    eta. *choice*: K eta is the mean of the clients' sums of rates, where they take unequal steps.
     """
 
     aliases: ClassVar = ("fedavg_m",)

@@ -22,6 +22,9 @@ class FedCM(Algorithm):
     Server:
         Delta = -D/(K eta)
         x += eta_g D
+
+    *choice*: eta_g multiplies D, as in every algorithm here; a server rate that multiplies Delta is eta_g K eta.
+    *choice*: K eta is the mean of the clients' sums of rates, where they take unequal steps.
     """
 
     paper: ClassVar = "FedCM: Federated Learning with Client-level Momentum (Xu et al., 2021)"

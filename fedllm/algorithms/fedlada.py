@@ -37,6 +37,10 @@ class FedLADA(Algorithm):
         x += eta_g D
         v = mean_i vhat_i
         ga = -D/(K eta)
+
+    No bias correction. *choice*: beta2 is 0.99 by default, as for the other methods with a running maximum; the
+    FedAdamW paper runs FedLADA with 0.999. *choice*: K eta is the mean of the clients' sums of rates, where they take
+    unequal steps.
     """
 
     paper: ClassVar = (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, Vectors, adam_direction, descend, rows_of, update_moments
+from fedllm.common.errors import UserError
 from fedllm.common.lazy import torch
 from fedllm.common.schema import setting
 
@@ -25,8 +26,15 @@ class LocalAdam(Algorithm):
     Server:
         x += eta_g D
 
-    No bias correction. *choice*: v_i and vhat_i persist between rounds (GC Alg. 1, line 16; PT, line 24);
-    `second_moment: reset` starts them at 0 each round.
+    No bias correction: GC's analysis forgoes it. *choice*: eps is added to the root, as in GC Alg. 1 and
+    torch.optim.Adam; GC eq. 2, 4 and Alg. 2 print it inside. *choice*: v_i and vhat_i persist between rounds (GC Alg.
+    1, line 16; PT, line 24), as in FAdamGC, so that the two differ by the correction alone. `second_moment: reset`
+    starts them at 0 each round. `amsgrad: false` has v in the place of vhat. `bias_correction: local` divides m by
+    1-b1^k and the second moment by 1-b2^k. `decay: coupled` adds lambda x_i to g instead of to the step.
+
+    The FedAdamW paper's "Local Adam" is another method: torch.optim.Adam, started anew each round (FW sec. Q2 and Table
+    6). It is `{betas: [0.9, 0.999], weight_decay: 0.01, second_moment: reset, amsgrad: false, bias_correction: local,
+    decay: coupled}`.
     """
 
     aliases: ClassVar = ("fedit_adam", "local_adam")
@@ -36,18 +44,40 @@ class LocalAdam(Algorithm):
     betas: tuple[float, float] = setting((0.9, 0.99), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root", symbol="eps")
     second_moment: Literal["persist", "reset"] = setting("persist", "keep v_i and vhat_i between rounds, or start at 0")
+    amsgrad: bool = setting(True, "divide by the largest second moment so far, vhat, or by v")
+    bias_correction: Literal["none", "local"] = setting("none", "correct both moments by the local k; needs reset")
+    decay: Literal["decoupled", "coupled"] = setting("decoupled", "decay the weights, or add lambda x to the gradient")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bias_correction == "local" and self.second_moment == "persist":
+            raise UserError(
+                "bias_correction: found local, expected none while second_moment is persist: the local step k counts "
+                "from the start of the round, where only a second moment that is reset starts; set second_moment: reset"
+            )
+
+    def _second_moments(self) -> Vectors:
+        return {"v": "d", "vhat": "d"} if self.amsgrad else {"v": "d"}
 
     def client_vectors(self) -> Vectors:
-        return {"v": "d", "vhat": "d"} if self.second_moment == "persist" else {}
+        return self._second_moments() if self.second_moment == "persist" else {}
 
     def begin(self, x: Tensor, server: State, clients: State, info: RoundInfo) -> State:
-        v, vhat = (rows_of(clients.get(name), x) for name in ("v", "vhat"))
-        return {"x": x.clone(), "m": rows_of(None, x), "v": v, "vhat": vhat}
+        second = {name: rows_of(clients.get(name), x) for name in self._second_moments()}
+        return {"x": x.clone(), "m": rows_of(None, x), **second}
 
     def step(self, local: State, g: Tensor, k: int, eta: Tensor, info: RoundInfo) -> None:
+        decay = self.weight_decay
+        if self.decay == "coupled":
+            g, decay = g + decay * local["x"], 0.0
         update_moments(local, g, self.betas)
-        torch.maximum(local["vhat"], local["v"], out=local["vhat"])
-        descend(local["x"], eta, adam_direction(local["m"], local["vhat"], self.eps), self.weight_decay)
+        m, v = local["m"], local["v"]
+        if self.amsgrad:
+            v = torch.maximum(local["vhat"], v, out=local["vhat"])
+        if self.bias_correction == "local":
+            b1, b2 = self.betas
+            m, v = m / (1 - b1**k), v / (1 - b2**k)
+        descend(local["x"], eta, adam_direction(m, v, self.eps), decay)
 
     def end(
         self, local: State, x: Tensor, server: State, clients: State, rows: Rows, info: RoundInfo

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, Vectors, adamw_step, rows_of
+from fedllm.algorithms.base import (
+    Algorithm,
+    Reduced,
+    RoundInfo,
+    Rows,
+    Vectors,
+    adam_direction,
+    descend,
+    rows_of,
+    update_moments,
+)
 from fedllm.common.schema import setting
 
 if TYPE_CHECKING:
@@ -24,9 +34,13 @@ class LocalAdamW(Algorithm):
     Server:
         x += eta_g D
 
+    *choice*: the weights decay. FW Alg. 1 prints "- lambda x" inside the step, x_i -= eta (... - lambda x_i), by which
+    they would grow; FW's code decays, as AdamW does.
+
     With `aggregate` (Table 7) the server's mean of the clients' last m, v, both, or the block means of v starts the
-    next round instead of 0. *choice*: the bias correction stays that of the local k; for v corrected by the step count
-    of the whole run, use fedadamw with alpha 0.
+    next round instead of 0. A moment that is carried over so is corrected by the step of the whole run, t' = t K + k,
+    in place of k (FW Alg. 2, line 12): the local k would take a warm m for 1/(1-b1) times its size at k = 1. *choice*:
+    K in t' is the most steps that a client takes.
     """
 
     aliases: ClassVar = ("fedit_adamw", "local_adamw")
@@ -55,7 +69,11 @@ class LocalAdamW(Algorithm):
         return {"x": x.clone(), "m": rows_of(start.get("m"), x), "v": rows_of(start.get("v"), x)}
 
     def step(self, local: State, g: Tensor, k: int, eta: Tensor, info: RoundInfo) -> None:
-        adamw_step(local, g, k, eta, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+        (b1, b2), t = self.betas, info.index * info.local_steps + k
+        update_moments(local, g, self.betas)
+        mh = local["m"] / (1 - b1 ** (t if "m" in self.server_vectors() else k))
+        vh = local["v"] / (1 - b2 ** (t if "v" in self.server_vectors() else k))
+        descend(local["x"], eta, adam_direction(mh, vh, self.eps), self.weight_decay)
 
     def end(
         self, local: State, x: Tensor, server: State, clients: State, rows: Rows, info: RoundInfo

@@ -46,7 +46,9 @@ class PAdaMFed(Algorithm):
     and without weight decay x moves by at most eta_g gamma a round. *choice*: with tracked_per_round below
     clients_per_round both the mean and the sum of the changes go over the tracked clients (an unbiased estimate of the
     mean over the sampled ones), and the others keep their c_i; if nobody is tracked the mean is 0. That mean has equal
-    weights whatever `weights` says. server_lr multiplies gamma, and schedules multiply eta.
+    weights whatever `weights` says. *choice*: K in the default formulas is the most steps that a client takes, and eta
+    K in the server's step the mean of the clients' sums of rates. server_lr multiplies gamma, and schedules multiply
+    eta.
     """
 
     paper: ClassVar = "Problem-Parameter-Free Federated Learning (Yan et al., 2025)"

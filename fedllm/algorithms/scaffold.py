@@ -25,8 +25,9 @@ class Scaffold(Algorithm):
         c += (1/N) sum_i (c_i' - c_i)
 
     c is the mean of all N clients' c_i after every round. *choice*: with tracked_per_round below clients_per_round the
-    sum goes over the tracked clients, and the others keep their c_i, as in FAdamGC. Under weight decay c_i' is the mean
-    of g + lambda x_i.
+    sum goes over the tracked clients, and the others keep their c_i, as in FAdamGC. *choice*: K eta in c_i' is the sum
+    of the rates that the client really used, so that c_i' stays the mean of its gradients under schedules and with
+    fewer than K steps (under weight decay, of g + lambda x_i).
     """
 
     paper: ClassVar = (

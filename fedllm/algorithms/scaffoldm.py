@@ -37,7 +37,11 @@ class ScaffoldM(Algorithm):
         c += (1/N) sum_i (c_i' - c_i)
 
     c is the mean of all N clients' c_i after every round. *choice*: with tracked_per_round below clients_per_round the
-    sum goes over the tracked clients, and the others keep their c_i, as in FAdamGC.
+    sum goes over the tracked clients, and the others keep their c_i, as in FAdamGC. *choice*: c_i' is the mean over the
+    steps that the client takes, which may be fewer than K.
+
+    *choice*: eta_g multiplies D, as in every algorithm here. The paper's server rate gamma multiplies G and is eta_g K
+    eta. *choice*: K eta is the mean of the clients' sums of rates, where they take unequal steps.
     """
 
     aliases: ClassVar = ("scaffold_m",)

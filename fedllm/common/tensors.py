@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fedllm.common.errors import UserError
@@ -34,3 +36,8 @@ def require_vector(what: str, x: Any, dim: int) -> None:
 def shown(value: Any) -> str:
     """A tensor's shape and dtype, or the type of another value."""
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def shortest(value: float) -> float | None:
+    """A float32 as the shortest number that is rounded to it: 0.1 and not 0.10000000149; None if it is not finite."""
+    return float(str(np.float32(value))) if math.isfinite(value) else None

@@ -107,7 +107,7 @@ CHOSEN_KEYS = ("stacked_clients", "slices")
 # Settings whose "auto" a run replaces by its choice in its recipe.yaml; runs that chose differently are not comparable.
 DECIDED_KEYS = frozenset({("model", "head")})
 # Keys that recipe.yaml of an earlier version lacks, with the value that says what that version did.
-_LATER_KEYS = {("model", "head"): "new"}
+_LATER_KEYS = {("model", "head"): "new", ("costs", "seconds_per_step"): None}
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 
 

@@ -142,9 +142,15 @@ def _read(path: Path, seen: tuple[Path, ...]) -> list[Sections]:
     return [*_read(beside / str(parent), (*seen, path.resolve())), values]
 
 
-@cache
 def _piped(path: Path) -> str:
     """The text of a pipe or of the standard input, which can be read only once."""
+    found = path.stat()
+    return _read_once(path, found.st_dev, found.st_ino)
+
+
+@cache
+def _read_once(path: Path, device: int, inode: int) -> str:
+    """The text at `path`. device, inode: which pipe it is, as a later one may have the same path (/dev/fd/63)."""
     return path.read_text(encoding="utf-8")
 
 

@@ -29,10 +29,10 @@ def read_csv(path: Path, text: Sequence[str], label: str) -> Columns:
     """The columns of a CSV or TSV file; see tables.read_table. Raises ValueError or UnicodeDecodeError."""
     content = path.read_bytes()
     decoded = content.decode("utf-8")  # before pyarrow, so that the error names the byte
-    _require_separator(decoded.partition("\n")[0], _separator(path))
+    require_separator(decoded.partition("\n")[0], separator(path))
     table = _parse_csv(content, path, text)
     if path.suffix.lower() == ".tsv":
-        _require_closed_quotes(table)
+        require_closed_quotes(table)
     columns, numbers = _columns(table), _numeric(table)
     for name, values in columns.items():
         if name not in text and not _MISSING.isdisjoint(values) and all(map(_is_number, {*values} - _MISSING)):
@@ -53,19 +53,26 @@ def _parse_csv(content: bytes, path: Path, text: Sequence[str]) -> pa.Table:
             pa.BufferReader(content),
             # One block, because a column's type depends on all its rows. One thread, because errors then name the row.
             pa_csv.ReadOptions(block_size=min(len(content) + 1, 2**31 - 1), use_threads=False),
-            pa_csv.ParseOptions(delimiter=_separator(path), newlines_in_values=True),
-            pa_csv.ConvertOptions(
-                column_types=dict.fromkeys(text, pa.string()),
-                null_values=[""],
-                strings_can_be_null=True,
-                quoted_strings_can_be_null=False,
-            ),
+            *csv_options(path, text),
         )
     except pa.ArrowInvalid as error:
-        raise ValueError(_without_cells(str(error))) from error
+        raise ValueError(without_cells(str(error))) from error
 
 
-def _without_cells(said: str) -> str:
+def csv_options(path: Path, text: Sequence[str]) -> tuple[pa_csv.ParseOptions, pa_csv.ConvertOptions]:
+    """How a CSV or TSV file is read: columns in `text` as text, an unquoted empty cell as None."""
+    return (
+        pa_csv.ParseOptions(delimiter=separator(path), newlines_in_values=True),
+        pa_csv.ConvertOptions(
+            column_types=dict.fromkeys(text, pa.string()),
+            null_values=[""],
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+        ),
+    )
+
+
+def without_cells(said: str) -> str:
     """What pyarrow said about a CSV, without the row's text. pyarrow counts the header as row 1."""
     if (found := _WRONG_WIDTH.search(said)) is None:
         return said.partition(":")[0]
@@ -76,11 +83,11 @@ def _without_cells(said: str) -> str:
     )
 
 
-def _separator(path: Path) -> str:
+def separator(path: Path) -> str:
     return "\t" if path.suffix.lower() == ".tsv" else ","
 
 
-def _require_separator(header: str, separator: str) -> None:
+def require_separator(header: str, separator: str) -> None:
     """Raises ValueError for a header that has another separator in place of the expected one."""
     other = max(_SEPARATORS, key=header.count)
     if separator in header or other not in header:
@@ -92,8 +99,8 @@ def _require_separator(header: str, separator: str) -> None:
     )
 
 
-def _require_closed_quotes(table: pa.Table) -> None:
-    """Raises ValueError for a cell that contains tabs and line ends.
+def require_closed_quotes(table: pa.Table, before: int = 0) -> None:
+    """Raises ValueError for a cell that contains tabs and line ends. before: how many rows precede the table's.
 
     In many .tsv files a quote is a plain character. A cell that begins with one would take in all rows up to the next
     quote.
@@ -102,8 +109,9 @@ def _require_closed_quotes(table: pa.Table) -> None:
         if pa.types.is_string(column.type):
             tabs, ends = (pa_compute.match_substring(column, mark) for mark in ("\t", "\n"))
             if (row := pa_compute.index(pa_compute.and_(tabs, ends), True).as_py()) >= 0:
+                row += before + 1
                 raise ValueError(
-                    f"row {row + 1}, column '{name}': found a quote at its beginning, then tabs and line ends; "
+                    f"row {row}, column '{name}': found a quote at its beginning, then tabs and line ends; "
                     f"if quotes are plain characters in this file, save it as JSON lines or as a quoted CSV"
                 )
 
@@ -140,8 +148,12 @@ def declared_classes(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def _columns(table: pa.Table) -> Columns:
-    names = table.column_names
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"column '{cut_name(repeated[0])}' is there more than once")
+    require_distinct(table.column_names)
     columns: Columns = table.to_pydict()
     return columns
+
+
+def require_distinct(names: Sequence[str]) -> None:
+    """Raises ValueError for a column name that is there twice."""
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"column '{cut_name(repeated[0])}' is there more than once")

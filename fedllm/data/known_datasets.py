@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from fedllm.common.errors import UserError
+
+if TYPE_CHECKING:
+    from fedllm.data.settings import DataSettings
+
+NEWSGROUP_PARTS = ("headers", "footers", "quotes")
 _HEADER = re.compile(r"^(From|Subject): ", re.MULTILINE)
 
 
@@ -15,7 +22,8 @@ class KnownDataset:
 
     text: the one or two text columns. classes: class names in the order of the labels; () if labels are numbers.
     metric: the official metric, a key of tasks.metrics.METRICS. hub: arguments of datasets.load_dataset.
-    clean: a function applied to each text column; by default none.
+    strip: a function that removes parts from a text column, given the texts and the parts' names; by default none.
+    parts: the parts that it can remove. By default it removes them all.
     """
 
     text: tuple[str, ...]
@@ -23,22 +31,35 @@ class KnownDataset:
     metric: str
     hub: tuple[str, ...]
     validation: str = "validation"
-    clean: Callable[[list[str]], list[str]] = list
+    strip: Callable[[list[str], Collection[str]], list[str]] | None = None
+    parts: tuple[str, ...] = ()
 
 
-def strip_newsgroups(texts: list[str]) -> list[str]:
-    """Removes headers, signatures and quotes from 20 Newsgroups messages, with scikit-learn's functions in its order.
+def strip_newsgroups(texts: list[str], parts: Collection[str]) -> list[str]:
+    """Removes headers, footers (signatures) and quotes from 20 Newsgroups messages, with scikit-learn's functions in
+    its order.
 
-    A text that is already stripped does not change: only raw messages have a From or Subject line before their first
-    blank line.
+    Texts that are already stripped do not change: only raw messages have a From or Subject line before their first
+    blank line. Raises UserError if a part shall stay that was already removed from these texts.
     """
     from sklearn.datasets import _twenty_newsgroups as newsgroups
 
     if not all(_HEADER.search(text.partition("\n\n")[0]) for text in texts):
+        if kept := [part for part in NEWSGROUP_PARTS if part not in parts]:
+            raise UserError(
+                f"data.strip: found {list(parts)}, which keeps {', '.join(kept)}, but this copy of 20 Newsgroups has "
+                f"messages without headers: they were removed before; expected the raw messages, or data.strip=null"
+            )
         return texts
-    headless = map(newsgroups.strip_newsgroup_header, texts)
-    unsigned = map(newsgroups.strip_newsgroup_footer, headless)
-    return list(map(newsgroups.strip_newsgroup_quoting, unsigned))
+    functions = {
+        "headers": newsgroups.strip_newsgroup_header,
+        "footers": newsgroups.strip_newsgroup_footer,
+        "quotes": newsgroups.strip_newsgroup_quoting,
+    }
+    for part in NEWSGROUP_PARTS:
+        if part in parts:
+            texts = list(map(functions[part], texts))
+    return texts
 
 
 def _glue(
@@ -71,6 +92,18 @@ KNOWN_DATASETS: dict[str, KnownDataset] = {
         metric="accuracy_macro_f1",
         hub=("SetFit/20_newsgroups",),
         validation="test",
-        clean=strip_newsgroups,
+        strip=strip_newsgroups,
+        parts=NEWSGROUP_PARTS,
     ),
 }
+
+
+def text_columns(settings: DataSettings) -> tuple[str, ...]:
+    """The one or two columns of text: those of `data.text`, else the known data set's, else "text"."""
+    known = KNOWN_DATASETS.get(settings.name or "")
+    return tuple(settings.text or (known.text if known else ("text",)))
+
+
+def label_column(settings: DataSettings) -> str:
+    """The column of the labels."""
+    return settings.label or "label"

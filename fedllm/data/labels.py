@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fedllm.common.errors import UserError, cut_name
+from fedllm.common.errors import UserError, cut_name, listed
 from fedllm.data.tables import Table
 
 KEY = "data.label"
@@ -79,6 +80,34 @@ def learn_coding(table: Table, label: str, regression: bool | None = None) -> Co
     if len(values) >= 100 and len(names) > len(values) / 2:
         raise UserError(f"{where}: {len(names)} classes in {len(values)} rows; {KEY} must name a column of classes")
     return Coding(names)
+
+
+def encode_as(table: Table, label: str, names: Sequence[str], key: str = KEY) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The labels of a table for a model that is trained already: int64 ids, or float32 targets, [n]; and notes.
+
+    names: the model's classes in the order of their ids; () for a regression. A label is the name of a class. An id
+    whose class the file declares stands for that name. Whole numbers from 0 stand for the model's ids if none of them
+    is a name. key: the option that names the column.
+    Raises UserError with the number of rows whose label the model does not know.
+    """
+    values = table.column(label, key)
+    if not names:
+        return Coding(()).encode(table, label), ()
+    if declared := table.classes.get(label):
+        values = [declared[v] if type(v) is int and 0 <= v < len(declared) else v for v in values]
+    ids = {name: index for index, name in enumerate(names)}
+    codes = [ids.get(_class_name(value)) for value in values]
+    if all(code is None for code in codes) and all(type(v) is int and 0 <= v < len(names) for v in values):
+        note = f"{table.source}, column '{label}': its numbers are taken for ids, 0 = '{cut_name(names[0])}'"
+        return np.array(values, np.int64), (note,)
+    if unknown := [row for row, code in enumerate(codes) if code is None]:
+        first = unknown[0]
+        raise UserError(
+            f"{table.source}, column '{label}': {len(unknown):,} of {len(values):,} rows have a label that the model "
+            f"does not know, the first is {cut_name(repr(values[first]))} in row {first + 1}; it knows "
+            f"{listed(names, 20)}"
+        )
+    return np.array(codes, np.int64), ()
 
 
 def _is_whole(value: Any) -> bool:

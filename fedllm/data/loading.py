@@ -17,7 +17,7 @@ from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
 from fedllm.common.seeding import numpy_rng
 from fedllm.data.arrow_files import Columns
-from fedllm.data.known_datasets import KNOWN_DATASETS, KnownDataset
+from fedllm.data.known_datasets import KNOWN_DATASETS, KnownDataset, label_column, text_columns
 from fedllm.data.labels import Coding, learn_coding
 from fedllm.data.repeats import first_with_same_text
 from fedllm.data.review import review
@@ -97,8 +97,7 @@ def load_dataset(
     """
     _check(settings)
     known = KNOWN_DATASETS.get(settings.name or "")
-    text = tuple(settings.text or (known.text if known else ("text",)))
-    label = settings.label or "label"
+    text, label = text_columns(settings), label_column(settings)
     readers = _pick_splits(settings, known, partial(read_table, text=text, label=label), local_hub)
     tables: dict[str, Table] = {}
     for role, read in readers.items():
@@ -106,8 +105,11 @@ def load_dataset(
             progress(f"reading the {role} split", len(tables), len(readers))
         tables[role] = read()
 
-    clean = known.clean if known else list
-    texts = {role: [clean(table.texts(column)) for column in text] for role, table in tables.items()}
+    strip = known.strip if known else None
+    parts = known.parts if known and settings.strip is None else settings.strip or ()
+    texts = {role: [table.texts(column) for column in text] for role, table in tables.items()}
+    if strip:
+        texts = {role: [strip(column, parts) for column in columns] for role, columns in texts.items()}
     coding = _coding(settings, known, tables, label)
     splits = {role: _split(table, texts[role], coding, text, label) for role, table in tables.items()}
     notes = [note for table in tables.values() for note in table.notes]
@@ -147,7 +149,7 @@ def _coding(settings: DataSettings, known: KnownDataset | None, tables: dict[str
 
 
 def _check(settings: DataSettings) -> None:
-    label = settings.label or "label"
+    label = label_column(settings)
     if not settings.name and not settings.train:
         raise UserError("data: expected `name` (a data set) or `train` (a file or folder), found neither")
     if settings.text is not None and len(settings.text) not in (1, 2):
@@ -158,6 +160,13 @@ def _check(settings: DataSettings) -> None:
         raise UserError(f"data.regression={settings.regression}: '{settings.name}' says itself; leave it out")
     if not 0 < settings.holdout < 1:
         raise UserError(f"data.holdout={settings.holdout}: expected a fraction between 0 and 1")
+    known = KNOWN_DATASETS.get(settings.name or "")
+    if settings.strip is not None and not (known and known.strip):
+        named = ", ".join(name for name, each in KNOWN_DATASETS.items() if each.strip)
+        raise UserError(
+            f"data.strip={settings.strip}: found data set '{settings.name or settings.train}', expected one whose "
+            f"texts have known parts: {named}; leave it out"
+        )
     for key, limit in (("max_train", settings.max_train), ("max_validation", settings.max_validation)):
         if limit is not None and limit < 1:
             raise UserError(f"data.{key}={limit}: expected at least 1, or null for all")

@@ -19,6 +19,9 @@ class DataSettings:
     text: list[str] | None = setting(None, "columns of the text, one or two, of your own files")
     label: str | None = setting(None, "column of the label of your own files")
     regression: bool | None = setting(None, "labels are numbers, not classes; null = where they are not all whole")
+    strip: list[Literal["headers", "footers", "quotes"]] | None = setting(
+        None, "parts removed from the messages of 20newsgroups; [] = none, null = all three"
+    )
     max_length: int = setting(128, "tokens beyond this are cut")
     holdout: float = setting(0.2, "fraction of train held out where there is no validation split")
     holdout_seed: int = setting(0, "seed of the hold-out")

@@ -58,14 +58,15 @@ class Table:
         """All columns except `names`."""
         return {name: values for name, values in self.columns.items() if name not in names}
 
-    def texts(self, name: str) -> list[str]:
-        """A column of text. Raises UserError that names the first row whose value is missing or not text."""
-        values = self.column(name, "data.text")
+    def texts(self, name: str, key: str = "data.text") -> list[str]:
+        """A column of text. Raises UserError that names the first row whose value is missing or not text. key: the
+        recipe key or option that names the column."""
+        values = self.column(name, key)
         for row, value in enumerate(values, 1):
             if type(value) is not str:
                 raise UserError(
                     f"{self.source}, row {row}, column '{name}': found a value of type {type(value).__name__}, "
-                    f"expected text; data.text names the columns to read"
+                    f"expected text; {key} names the columns to read"
                 )
             if not value.isascii() and value.encode("utf-8", "replace").decode() != value:
                 raise UserError(

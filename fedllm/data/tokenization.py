@@ -87,7 +87,7 @@ def tokenize(split: Split, tokenizer: Any, max_length: int, progress: ProgressCa
     """
     if max_length < 4:
         raise UserError(f"data.max_length={max_length}: expected at least 4 tokens, room for a pair and its separators")
-    separator = _pair_separator(tokenizer) if len(split.texts) == 2 else ""
+    separator = pair_separator(tokenizer) if len(split.texts) == 2 else ""
     filler = next((i for i in (tokenizer.eos_token_id, tokenizer.pad_token_id) if i is not None), 0)
     ids, types = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)]
     lengths: list[int] = []
@@ -112,7 +112,7 @@ def tokenize(split: Split, tokenizer: Any, max_length: int, progress: ProgressCa
     )
 
 
-def _pair_separator(tokenizer: Any) -> str:
+def pair_separator(tokenizer: Any) -> str:
     """The token to put between two texts; "" for a tokenizer that adds one itself."""
     if tokenizer.num_special_tokens_to_add(pair=True) > tokenizer.num_special_tokens_to_add(pair=False):
         return ""

@@ -188,13 +188,14 @@ def model_info(
     example if some are quantised.
 
     rounds: number of rounds of the run. num_clients: N. sampled: S, clients per round. tracked: T of these, default S.
-    local_steps: K, the most steps that a client takes per round. Raises UserError for numbers that do not fit together,
-    or for a model with weights of unknown role.
+    local_steps: K, the most steps that a client takes per round. Raises UserError for numbers that do not fit together
+    or do not fit the algorithm, or for a model with weights of unknown role.
     """
     blocks = model_blocks(algorithm, model) or BlockPartition.elementwise(ParameterSpace.of(model).dim)
     info = run_info(
         blocks, rounds=rounds, num_clients=num_clients, sampled=sampled, tracked=tracked, local_steps=local_steps
     )
+    algorithm.check(info)
     return replace(info, model=fingerprint(model))
 
 

@@ -46,6 +46,7 @@ class FederatedOptimizer(torch.optim.Optimizer):
         check_broadcast(broadcast, start, algorithm, info)
         if not isinstance(steps, int) or not 1 <= steps <= info.local_steps:
             raise UserError(f"steps: found {steps!r}, expected 1 to {info.local_steps}, the federation's local steps")
+        algorithm.check(info, [steps])
         super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": algorithm.base_rate(info)})
         self._model, self._algorithm, self._client = model, algorithm, _on(start, client)
         server = {name: broadcast.server[name] for name in algorithm.downloads()}

@@ -34,6 +34,7 @@ from fedllm.federation.setup import Setup
 from fedllm.models.fingerprint import fingerprint
 from fedllm.models.loading import Backbone, load_backbone
 from fedllm.models.lora import attach_lora
+from fedllm.problems import checks
 from fedllm.problems.lora.engine_settings import EngineSettings
 from fedllm.problems.lora.problem import LoraProblem
 from fedllm.tasks.base import LOSS, Task
@@ -71,6 +72,12 @@ class Job:
     def setup(self) -> Setup:
         """The objects that every round uses."""
         return Setup(self.algorithm, self.problem, self.info)
+
+    @property
+    def equal_steps(self) -> bool:
+        """Whether all clients take the same number of local steps."""
+        counts = checks.steps(self.problem, range(self.info.num_clients), 0)
+        return counts is None or {*counts} == {self.info.local_steps}
 
     @cached_property
     def data(self) -> dict[str, str]:

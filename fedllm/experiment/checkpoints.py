@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,12 +102,11 @@ class Checkpoints:
 
     def latest(self) -> Snapshot | None:
         """The newest intact checkpoint, or None. Incomplete or altered ones are skipped, with a call of `warn`."""
-        for folder in self._newest():
-            try:
-                return _load(folder)
-            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                self._warn(f"checkpoint {folder} is damaged ({error}); it is not used")
-        return None
+        return self._first_intact(self._newest())
+
+    def of(self, round: int) -> Snapshot | None:
+        """The checkpoint of a round, or None if there is none or, with a call of `warn`, if it is damaged."""
+        return self._first_intact([folder for folder in self._newest() if int(folder.name) == round])
 
     def any(self) -> bool:
         """Whether there is a checkpoint, intact or not."""
@@ -118,6 +117,14 @@ class Checkpoints:
         if not (newest := self._newest()):
             return "There is no checkpoint yet: the same command starts from round 1"
         return f"The checkpoint of round {int(newest[0].name)} is intact: the same command goes on from it"
+
+    def _first_intact(self, folders: Sequence[Path]) -> Snapshot | None:
+        for folder in folders:
+            try:
+                return _load(folder)
+            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+                self._warn(f"checkpoint {folder} is damaged ({error}); it is not used")
+        return None
 
     def _newest(self) -> list[Path]:
         found = self.folder.glob("[0-9]*") if self.folder.is_dir() else []

@@ -1,45 +1,39 @@
-"""Exports the adapter of a run's newest checkpoint. The run may be unfinished."""
+"""Exports the adapter of a run, or the whole model with the adapter merged into it. The run may be unfinished."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from fedllm.common.console import warn
-from fedllm.common.errors import UserError
-from fedllm.config.recipe import load_recipe
-from fedllm.data.loading import load_dataset
-from fedllm.experiment.checkpoints import Checkpoints
+from fedllm.experiment.export_plan import plan_export
+from fedllm.experiment.trained import load_trained
 from fedllm.models.adapter_files import save_adapter
-from fedllm.models.flat_parameters import ParameterSpace
-from fedllm.models.loading import load_backbone
-from fedllm.models.lora import attach_lora
-from fedllm.results.reader import require_run_folder
-from fedllm.tasks.selection import task_of
+from fedllm.models.merged_files import require_free, save_merged
 
 
-def export_adapter(folder: Path, out: Path | None = None) -> Path:
-    """Writes the adapter of a run's newest intact checkpoint to `out`, by default <run>/adapter.
+def export_adapter(
+    folder: str | Path, out: str | Path | None = None, *, round: int | None = None, best: bool = False
+) -> Path:
+    """Writes the adapter of a run's newest intact checkpoint to `out`, and returns its folder.
 
-    The run may be unfinished. It loads the base model; it needs no data.
-    Raises UserError if `folder` is not a run with a checkpoint.
+    round: a round whose checkpoint is still there, instead of the newest. best: the round with the best headline score.
+    out: by default <run>/adapter, or <run>/adapter-round-N for a given round. An adapter there is replaced.
+    It loads the base model; it needs no data. Raises UserError if `folder` is not a run with such a checkpoint.
     """
-    require_run_folder(folder)
-    checkpoints = Checkpoints(folder / "checkpoints", warn)
-    snapshot = checkpoints.latest()
-    if snapshot is None:
-        raise UserError(f"{folder}: has no whole checkpoint to export")
-    recipe = load_recipe(folder / "recipe.yaml")
-    classes = snapshot.facts.labels
-    if classes is None:  # an older checkpoint, without labels: they come from the data
-        classes = list(load_dataset(recipe.data, recipe.run.local_hub).classes)
-    head = task_of(recipe.data, classes).head
-    backbone = load_backbone(recipe.model, head, local_hub=recipe.run.local_hub, seed=recipe.run.seed)
-    model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed)
-    space = ParameterSpace.of(model)
-    if len(snapshot.x) != space.dim:
-        raise UserError(
-            f"{folder}: its checkpoint has {len(snapshot.x):,} trainable values, but {recipe.model.name} with the "
-            f"run's adapters has {space.dim:,}: the model is not what it was"
-        )
-    space.scatter(model, snapshot.x)
-    return save_adapter(model, out or folder / "adapter", backbone.base_name, backbone.tokenizer)
+    plan = plan_export(folder, out, round, best=best)
+    run = load_trained(folder, plan.round)
+    return save_adapter(run.model, plan.out, run.backbone.base_name, run.backbone.tokenizer, run.card())
+
+
+def export_merged(
+    folder: str | Path, out: str | Path | None = None, *, round: int | None = None, best: bool = False
+) -> Path:
+    """Writes the model of a run, the adapter merged into its base, as a folder of transformers; see export_adapter.
+
+    out: by default <run>/merged, or <run>/merged-round-N; a folder that is not empty is not replaced. The weights have
+    the dtype of the base. Raises UserError also for a quantised base, which cannot take up an adapter.
+    """
+    plan = plan_export(folder, out, round, best=best, merge=True)
+    require_free(plan.out)
+    run = load_trained(folder, plan.round)
+    card = run.card(merged=True)
+    return save_merged(run.model, plan.out, run.backbone.tokenizer, card)

@@ -28,7 +28,8 @@ def plan_table(job: Job) -> Table:
     rows = {
         "algorithm": f"{settings['name']}, lr {settings['lr']}, server_lr {settings['server_lr']}",
         "model": f"{recipe.model.name} ({job.backbone.source}), {frozen:,} frozen parameters",
-        "trainable parameters": f"{dim:,} (LoRA rank {lora.rank} on {', '.join(lora.targets)}, and the head)",
+        "trainable parameters": f"{dim:,}, {dim / (frozen + dim):.2%} of all (LoRA rank {lora.rank} on "
+        f"{', '.join(lora.targets)}, and the head)",
         "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
         "head": str(job.backbone.start),
         "data": f"{job.dataset.name}: {len(job.dataset.train):,} training, {len(job.dataset.validation):,} validation "
@@ -41,7 +42,8 @@ def plan_table(job: Job) -> Table:
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
         "bytes per round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
         "vectors per round": _vectors(job),
-        "client memory": f"{(frozen_bytes + 4 * state) / 2**20:,.1f} MiB of weights and state",
+        "client memory": f"{(frozen_bytes + 4 * state) / 2**20:,.1f} MiB of weights and state; "
+        f"{job.algorithm.held_vectors()} vectors as GC Table 6 counts",
         "runs on": f"{processes}{where}, {machine.precision}, {job.stacked_clients} clients together",
         "rows": _rows(job),
         "run folder": str(run_folder(recipe)),
@@ -85,6 +87,10 @@ def _rows(job: Job) -> str:
 
 
 def _vectors(job: Job) -> str:
-    all_, derived = (vectors_per_round(job.algorithm, job.info, job.problem.dim, derive=way) for way in (False, True))
-    less = f", {derived:.3g} where {', '.join(job.algorithm.derivable)} is worked out from x" if derived < all_ else ""
+    alg, equal = job.algorithm, job.equal_steps
+    all_, derived = (
+        vectors_per_round(alg, job.info, job.problem.dim, derive=way, equal_steps=equal) for way in (False, True)
+    )
+    names = ", ".join(alg.computable(job.info, equal))
+    less = f", {derived:.3g} where {names} is worked out from x" if derived < all_ else ""
     return f"{all_:.3g} model-sized, per sampled client{less}"

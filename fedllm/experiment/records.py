@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
@@ -42,14 +43,15 @@ class RoundRecord:
     @classmethod
     def of(cls, job: Job, round: int, report: RoundReport, seconds: float) -> RoundRecord:
         """The record of a round's report, before the evaluation."""
-        bandwidth = job.recipe.costs.bandwidth_mbit
+        computing = _compute_seconds(job, report.compute_seconds, report.most_steps)
+        simulated = simulated_seconds(computing, report.client_bytes, job.recipe.costs.bandwidth_mbit)
         return cls(
             round=round,
             train_loss=report.train_loss,
             bytes_up=report.bytes_up,
             bytes_down=report.bytes_down,
             seconds=round_to(seconds),
-            simulated_seconds=round_to(simulated_seconds(report.compute_seconds, report.client_bytes, bandwidth)),
+            simulated_seconds=round_to(simulated),
             clients=report.clients,
             rejected={str(client): why for client, why in report.rejected.items()},
             drift=report.drift,
@@ -72,14 +74,22 @@ def append_line(path: Path, line: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
+def _compute_seconds(job: Job, measured: float, steps: int) -> float:
+    """The simulated compute time of the slowest client: costs.seconds_per_step for each step, or as measured."""
+    per_step = job.recipe.costs.seconds_per_step
+    return measured if per_step is None else per_step * steps
+
+
 def start_costs(job: Job, seconds: float) -> dict[str, float]:
     """start.json: the costs of the full gradients before round 1. Each of the N clients receives x0 and sends one
-    gradient."""
+    gradient. A batch of it counts as one step for costs.seconds_per_step."""
     if not job.algorithm.needs_full_gradient():
         return dict.fromkeys(COSTS, 0)
     vector = job.problem.initial().nbytes
     sizes = [len(part) for part in job.parts]
-    slowest = simulated_seconds(seconds * max(sizes) / sum(sizes), 2 * vector, job.recipe.costs.bandwidth_mbit)
+    batches = math.ceil(max(sizes) / job.recipe.local.batch_size)
+    computing = _compute_seconds(job, seconds * max(sizes) / sum(sizes), batches)
+    slowest = simulated_seconds(computing, 2 * vector, job.recipe.costs.bandwidth_mbit)
     every = vector * job.info.num_clients
     return {
         "bytes_up": every,
@@ -117,6 +127,7 @@ def run_result(job: Job, federation: FederationState, metrics: list[dict[str, An
         "totals": totals(facts.start, metrics),
         "trainable_parameters": dim,
         "vectors_per_round": _vectors(job, federation, metrics),
+        "client_vectors": job.algorithm.held_vectors(),
         "client_memory": memory,
         "client_memory_bytes": frozen_bytes + federation.x.itemsize * (sum(memory.values()) - frozen),
         "client_state_bytes": {
@@ -143,11 +154,12 @@ def run_result(job: Job, federation: FederationState, metrics: list[dict[str, An
 def _vectors(job: Job, federation: FederationState, metrics: list[dict[str, Any]]) -> dict[str, float]:
     """V(t), the vectors per sampled client and round, as measured.
 
-    sent: bytes in both directions divided by the bytes of x. derived: sent, minus the vectors that a client can compute
-    from the last x (see costs.vectors_per_round).
+    sent: bytes in both directions divided by the bytes of x. derived: sent, minus the vectors that can be computed from
+    the last x (see costs.vectors_per_round).
     """
     sent = sum(line["bytes_up"] + line["bytes_down"] for line in metrics)
-    all_, derived = (vectors_per_round(job.algorithm, job.info, job.problem.dim, derive=way) for way in (False, True))
+    given, equal = (job.algorithm, job.info, job.problem.dim), job.equal_steps
+    all_, derived = (vectors_per_round(*given, derive=way, equal_steps=equal) for way in (False, True))
     measured = sent / sum(len(line["clients"]) for line in metrics) / federation.x.nbytes
     return {"sent": measured, "derived": measured - (all_ - derived)}
 

@@ -22,6 +22,7 @@ from fedllm.config.recipe import Recipe, load_recipe
 from fedllm.experiment.build import ReadCache, build_together, run_folder, say_notes, with_dir
 from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.launch import executor_for
+from fedllm.experiment.model_card import TrainedOn, model_card
 from fedllm.experiment.plan import plan_table
 from fedllm.experiment.records import run_result
 from fedllm.experiment.resume import OtherRunError, check_folder
@@ -167,14 +168,31 @@ def _finish(session: Session) -> RunResult:
     final = ", ".join(f"{name} {value:.4f}" for name, value in result["final"].items() if value is not None)
     say(f"{session.folder}: {final} after {session.state.round} rounds", "bold")
     say(f"adapter in {session.folder / 'adapter'}, curves in {session.folder / 'curves.png'}")
+    _warn_of_missed_target(session, result)
     return RunResult(session.folder, result, session.metrics)
+
+
+def _warn_of_missed_target(session: Session, result: dict[str, Any]) -> None:
+    """Warns where the run was to stop at its target and did not reach it."""
+    settings = session.job.recipe.eval
+    if not settings.stop_at_target or result["rounds_to_target"] is not None:
+        return
+    best = {name: result["best"].get(name) for name in settings.target or {}}
+    missed = [
+        f"{name}={settings.target[name]:g}, the best was "  # type: ignore[index]
+        + (f"{found['value']:.4f} in round {found['round']}" if found else "never a number")
+        for name, found in best.items()
+    ]
+    warn(f"warning: {session.folder}: eval.target not reached in {result['rounds']} rounds: {'; '.join(missed)}")
 
 
 def _write_result(session: Session) -> dict[str, Any]:
     """Writes the adapter, then result.json. So if result.json exists, all other files exist, except the plot."""
     job, folder = session.job, session.folder
     try:
-        save_adapter(job.model, folder / "adapter", job.backbone.base_name, job.backbone.tokenizer)
+        trained = TrainedOn(session.metrics, session.facts.data, len(job.parts), job.problem.dim)
+        card = model_card(job.recipe, job.backbone, job.task, trained)
+        save_adapter(job.model, folder / "adapter", job.backbone.base_name, job.backbone.tokenizer, card)
         result = run_result(job, session.state, session.metrics, session.facts)
         shutil.rmtree(folder / CLIENTS, ignore_errors=True)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")

@@ -13,7 +13,8 @@ from typing import TypeVar
 from filelock import BaseFileLock, FileLock, LeaseCompromise, SoftFileLease, Timeout
 
 from fedllm.common.console import say, warn
-from fedllm.common.errors import UserError
+from fedllm.common.errors import RunError, UserError
+from fedllm.distributed.process_group import StoppedError
 
 T = TypeVar("T")
 OnLoss = Callable[[], None]
@@ -127,14 +128,33 @@ def _say_waiting(folder: Path) -> None:
     say(f"{folder}: another process is at work on it; waiting", "dim")
 
 
-def run_each_when_free(todo: Iterable[T], work: Callable[[T, bool], None]) -> None:
-    """Calls work(item, wait) for each item. Those that another process is at work on come last, with `wait` true."""
+def run_each_when_free(
+    todo: Iterable[T],
+    work: Callable[[T, bool], None],
+    failed: Callable[[T, UserError | RunError], None] | None = None,
+) -> None:
+    """Calls work(item, wait) for each item. Those that another process is at work on come last, with `wait` true.
+
+    failed: called with an item and its error, after which the others go on; None: the first error ends all, as a
+    StoppedError always does.
+    """
     busy: list[T] = []
-    for item in todo:
+
+    def attempt(item: T, wait: bool) -> None:
         try:
-            work(item, False)
-        except RunInUseError as error:
-            say(f"{error.folder}: another process is at work on it; it comes last", "dim")
-            busy.append(item)
+            work(item, wait)
+        except StoppedError:
+            raise
+        except (UserError, RunError) as error:
+            if isinstance(error, RunInUseError) and not wait:
+                say(f"{error.folder}: another process is at work on it; it comes last", "dim")
+                busy.append(item)
+            elif failed is None:
+                raise
+            else:
+                failed(item, error)
+
+    for item in todo:
+        attempt(item, False)
     for item in busy:
-        work(item, True)
+        attempt(item, True)

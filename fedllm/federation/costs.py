@@ -55,26 +55,33 @@ def traffic(alg: Algorithm, info: RoundInfo, dim: int, value_bytes: int = 4) -> 
     )
 
 
-def vectors_per_round(alg: Algorithm, info: RoundInfo, dim: int, *, derive: bool = False) -> float:
+def vectors_per_round(
+    alg: Algorithm, info: RoundInfo, dim: int, *, derive: bool = False, equal_steps: bool = True
+) -> float:
     """V(t): model-sized vectors a sampled client moves in a round, both ways, the tracked share counted as T/S.
 
     FedAvg 2; FAdamGC, FA-NT and SCAFFOLD 3 + T/S, because y goes down to all S and its change goes up from T, as GC
-    counts (Table 7 over Table 2: 3.5 at T = S/2). derive: without the downloads that a client can compute from the last
-    x, such as FedAdamW's Delta.
+    counts (Table 7 over Table 2: 3.5 at T = S/2). derive: without the vectors that need not be sent because both sides
+    can compute them from the last x, such as FedAdamW's Delta, or FA-NT's y if S = T = N and eta_g = 1: then 2.
+    equal_steps: whether all clients take info.local_steps steps.
     """
-    sent = traffic(alg, info, dim)
-    derived = _values({name: alg.downloads()[name] for name in alg.derivable}, info, dim) if derive else 0
-    return (sent.down_values - derived + sent.up_values + sent.tracked_values * info.tracked / info.sampled) / dim
+    derived = alg.computable(info, equal_steps) if derive else ()
+
+    def values(vectors: Vectors) -> int:
+        return _values({name: of for name, of in vectors.items() if name not in derived}, info, dim)
+
+    down, up = dim + values(alg.downloads()), _values(alg.uploads(), info, dim)
+    return (down + up + values(alg.tracked_uploads()) * info.tracked / info.sampled) / dim
 
 
 def simulated_seconds(compute_seconds: float, client_bytes: int, bandwidth_mbit: float) -> float:
-    """SRT of one round: compute time of the slowest client plus its bytes over a link of that bandwidth."""
+    """SRT of one round (GC, sec. 6): compute time of the slowest client, and its bytes over a link."""
     return compute_seconds + client_bytes * 8 / (bandwidth_mbit * 1e6)
 
 
 def client_memory(alg: Algorithm, info: RoundInfo, dim: int, frozen: int) -> dict[str, int]:
     """Numbers a client holds while it trains: frozen weights, x, gradient, each vector of its local state, and what it
-    receives (GC, Table 6). frozen: weights of the base model."""
+    receives and stores. frozen: weights of the base model. `Algorithm.held_vectors` has the count of GC, Table 6."""
     x = torch.zeros(1, dim)
     kept = alg.init_clients(x, info)
     server = alg.init_server(x[0], info)
@@ -104,8 +111,9 @@ def row_vectors(alg: Algorithm) -> dict[str, int]:
     x, one = torch.zeros(1, 1), torch.ones(1, 1)
     server, kept = alg.init_server(x[0], info), alg.init_clients(x, info)
     local = alg.begin(x, server, kept, info)
-    alg.step(local, x.clone(), 1, one, info)
-    upload, state = alg.end(local, x, server, kept, Rows(one, one, one.bool()), info)
+    eta = alg.rates(torch.ones(1), info).to(x)
+    alg.step(local, x.clone(), 1, eta, info)
+    upload, state = alg.end(local, x, server, kept, Rows(one, eta, one.bool()), info)
     return {"step": _count(local) + _count(kept) + 3, "reduce": _count(local | upload | state) + 5}
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from fedllm.algorithms.base import Algorithm, RoundInfo
 from fedllm.blocks import BlockPartition
 from fedllm.common.errors import UserError
+from fedllm.problems import checks
 from fedllm.problems.base import Problem
 
 
@@ -31,8 +32,8 @@ def round_info(
     local_steps: int,
     names: Names = RECIPE_NAMES,
 ) -> RoundInfo:
-    """The facts of the run, as of round 0. Raises UserError where S or T do not fit the federation, or `alg` declares a
-    vector of another length than "d" or "B"."""
+    """The facts of the run, as of round 0. Raises UserError where S or T do not fit the federation or `alg`, or `alg`
+    declares a vector of another length than "d" or "B"."""
     _check_declared(alg)
     blocks = problem.blocks
     if blocks is not None and blocks.dim != problem.dim:
@@ -41,7 +42,7 @@ def round_info(
         )
     if blocks is None or getattr(alg, "blocks", None) == "elementwise":
         blocks = BlockPartition.elementwise(problem.dim)
-    return run_info(
+    info = run_info(
         blocks,
         rounds=rounds,
         num_clients=problem.num_clients,
@@ -50,6 +51,8 @@ def round_info(
         local_steps=local_steps,
         names=names,
     )
+    alg.check(info, checks.steps(problem, range(problem.num_clients), 0) or ())
+    return info
 
 
 def run_info(

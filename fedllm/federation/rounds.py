@@ -47,16 +47,18 @@ class RoundReport:
     """The numbers of a round.
 
     train_loss: the mean over the accepted clients of the mean loss of their steps, or None. rejected: client -> reason.
-    bytes_up, bytes_down: of all tensors sent, also of rejected uploads. client_bytes: both ways, of the client that
-    sent the most. compute_seconds: of the slowest client, estimated from the time of the clients trained with it and
-    its share of their steps. drift: how far the accepted clients differ, see drift.measures. forced: the number of
-    clients trained together after memory ran out, None if it did not.
+    most_steps: local steps of the client that takes the most. bytes_up, bytes_down: of all tensors sent, also of
+    rejected uploads. client_bytes: both ways, of the client that sent the most. compute_seconds: of the slowest client,
+    estimated from the time of the clients trained with it and its share of their steps. drift: how far the accepted
+    clients differ, see drift.measures. forced: the number of clients trained together after memory ran out, None if it
+    did not.
     """
 
     clients: list[int]
     tracked: list[int]
     train_loss: float | None
     rejected: dict[int, str]
+    most_steps: int
     bytes_up: int
     bytes_down: int
     client_bytes: int
@@ -118,6 +120,7 @@ def run_round(
     setup = setup.at(state.round)
     alg, info, executor = setup.algorithm, setup.info, plan.executor
     steps = local_steps(setup.problem, clients, info)
+    alg.check(info, list(steps.values()))
     parts = deal(steps, plan.parts)
     executor.fetch(state.clients, {client: n % executor.size for n, part in enumerate(parts) for client in part})
 
@@ -141,6 +144,7 @@ def run_round(
         tracked=list(tracked),
         train_loss=float(torch.tensor(whole.losses, dtype=torch.float64).mean()) if whole.losses else None,
         rejected=whole.rejected,
+        most_steps=max(steps.values()),
         bytes_up=whole.bytes_up,
         bytes_down=down * len(clients),
         client_bytes=down + whole.most_up,

@@ -25,17 +25,23 @@ WEIGHTS = "adapter_model.safetensors"
 LABELS = "labels.json"
 QUANTIZATION = "quantization.json"
 BASE_CONFIG = "base_config.json"
+CARD = "README.md"
 _OF_LOADING = ("dtype", "quantization_config")  # keys of a config that say how the base was loaded here
 
 
 def save_adapter(
-    model: PeftModel, folder: str | Path, base_name: str, tokenizer: PreTrainedTokenizerBase | None = None
+    model: PeftModel,
+    folder: str | Path,
+    base_name: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    card: str | None = None,
 ) -> Path:
     """Writes LoRA and head as a PEFT folder and returns its path.
 
     base_config.json is the base's config with the number and names of the outputs and the pad token, which an adapter's
     own config has no place for. (A folder with a config.json would be a whole model to transformers.) If the config
     names the outputs, labels.json holds the names (index -> name). If a tokenizer is given, the folder holds it too.
+    card: the text of README.md; None for a folder without one.
     Plain transformers or PEFT read the folder and give the same outputs. For a sequence classifier:
 
         config = AutoConfig.from_pretrained(f"{folder}/base_config.json")
@@ -55,7 +61,7 @@ def save_adapter(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        _write(model, aside, base_name, tokenizer)
+        _write(model, aside, base_name, tokenizer, card)
         if folder.exists():
             folder.rename(old)
         aside.rename(folder)
@@ -163,7 +169,9 @@ def _split(model: PeftModel, stored: dict[str, Tensor], path: Path) -> dict[str,
     return tensors
 
 
-def _write(model: PeftModel, folder: Path, base_name: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _write(
+    model: PeftModel, folder: Path, base_name: str, tokenizer: PreTrainedTokenizerBase | None, card: str | None
+) -> None:
     try:
         save_file(adapter_tensors(model), folder / WEIGHTS, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -178,10 +186,12 @@ def _write(model: PeftModel, folder: Path, base_name: str, tokenizer: PreTrained
         text = json.dumps(model.config.quantization_config.to_dict(), indent=2, sort_keys=True) + "\n"
         (folder / QUANTIZATION).write_text(text, encoding="utf-8")
     if tokenizer is not None:
-        _save_tokenizer(tokenizer, folder)
+        save_tokenizer(tokenizer, folder)
+    if card is not None:
+        (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Raises RunError if it cannot be written, for which the tokenizers library raises a bare Exception."""
     try:
         tokenizer.save_pretrained(str(folder))

@@ -1,4 +1,4 @@
-"""LoRA on a backbone: low-rank updates beside chosen attention projections, trained together with the task head."""
+"""LoRA on a backbone: low-rank updates beside chosen linear layers, trained together with the task head."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from fedllm.blocks.attention import features
 from fedllm.common.errors import UserError
 from fedllm.common.seeding import torch_rng
 from fedllm.models.loading import Backbone
+from fedllm.models.lora_targets import find_targets
 from fedllm.models.settings import LoraSettings
-from fedllm.models.structure import attentions, split_fused
 
-ROLES = ("query", "key", "value", "output")
 PREFIX = "base_model.model."
 """What PEFT puts before the names of the model's own modules."""
 
@@ -34,26 +33,23 @@ def base_model(model: Any) -> Any:
 def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> PeftModel:
     """Adds LoRA to the backbone's model, in place, and returns it as a PEFT model in eval mode.
 
-    Only LoRA and the head are trainable. Every projection whose role is in `lora.targets` becomes
-    y = W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. Trainable parameters are float32, whatever the
-    dtype of the backbone.
+    Only LoRA and the head are trainable. Every layer whose role is in `lora.targets` (`lora_targets.find_targets`)
+    becomes y = W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. Trainable parameters are float32,
+    whatever the dtype of the backbone.
 
     Initial values, where i counts the LoRA tensors and, apart from them, the head tensors:
     A ~ U(-1/sqrt(in), 1/sqrt(in)) from (seed, 'lora-init', i); B = 0; a new head's Linear weights
     ~ N(0, initializer_range) from (seed, 'head-init', i); its biases = 0. A head that `backbone.start` keeps has the
     checkpoint's values.
-    GPT-2's fused projection is first split (`structure.SplitQKV`), so that the key projection gets no LoRA.
 
-    Raises UserError: rank < 1 or above a projection's smaller side, alpha <= 0, dropout outside [0, 1), an unknown
-    role, a model without the projections, or a model that already has LoRA.
+    Raises UserError: rank < 1 or above a layer's smaller side, alpha <= 0, dropout outside [0, 1), roles that the model
+    does not have or that cannot be adapted, or a model that already has LoRA.
     """
     _check(lora)
     model = backbone.model
     if lora_layers(model):
         raise UserError(f"model '{backbone.name}': LoRA is attached already; load the backbone again for another")
-    roles = set(lora.targets)
-    found = attentions(model, backbone.name) if roles == {"output"} else split_fused(model, backbone.name)
-    targets = [getattr(attention, role) for attention in found for role in ROLES if role in roles]
+    targets = find_targets(model, backbone.name, lora.targets)
     _check_rank(model, lora.rank, targets)
     _start_head(model, backbone, seed)
     names = [name for name, _ in model.named_modules()]
@@ -112,9 +108,6 @@ def _check(lora: LoraSettings) -> None:
         raise UserError(f"lora.alpha: found {lora.alpha}, expected a number above 0")
     if not 0 <= lora.dropout < 1:
         raise UserError(f"lora.dropout: found {lora.dropout}, expected a rate in [0, 1)")
-    if not lora.targets or (unknown := [role for role in lora.targets if role not in ROLES]):
-        found = f"unknown {', '.join(unknown)}" if lora.targets else "no role"
-        raise UserError(f"lora.targets: found {found}, expected some of: {', '.join(ROLES)}")
 
 
 def _check_rank(model: nn.Module, rank: int, targets: list[str]) -> None:

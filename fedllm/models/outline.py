@@ -11,9 +11,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-from transformers.pytorch_utils import Conv1D
 
-from fedllm.blocks import RoleError, find_attention
 from fedllm.blocks.attention import features
 from fedllm.common import hub
 from fedllm.common.errors import UserError
@@ -21,7 +19,7 @@ from fedllm.common.quiet import quiet
 from fedllm.models.lora import shortest_suffixes
 from fedllm.models.settings import ModelSettings
 from fedllm.models.sources import ask_hub, cached_folder, find_model
-from fedllm.models.structure import find_head, split_fused
+from fedllm.models.structure import find_head
 
 
 def load_outline(name: str) -> PreTrainedModel:
@@ -69,22 +67,6 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
 def _from_config(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
     model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
     return model
-
-
-def query_and_value(model: PreTrainedModel, name: str) -> list[str]:
-    """The paths of the query and value projections, for LoRA. GPT-2's fused projections are split for it, in place.
-
-    Raises UserError with the reason if there are none, or if they are part of one layer that cannot be split.
-    """
-    try:
-        found = find_attention(model)
-    except RoleError as error:
-        raise UserError(error.reason) from error
-    if not found:
-        raise UserError(f"{type(model).__name__} has no attention")
-    if stuck := [a.query for a in found if a.fused and not isinstance(model.get_submodule(a.query), Conv1D)]:
-        raise UserError(f"{stuck[0]} is one layer for query, key and value")
-    return [path for attention in split_fused(model, name) for path in (attention.query, attention.value)]
 
 
 def highest_rank(model: PreTrainedModel, targets: Sequence[str]) -> int:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fedllm.common.errors import UserError
 from fedllm.common.schema import setting
+
+ATTENTION_ROLES = ("query", "key", "value", "output")
+MLP_ROLES = ("mlp_in", "mlp_gate", "mlp_out")
+MLP = "mlp"
+ALL_LINEAR = "all-linear"
+ROLES = (*ATTENTION_ROLES, *MLP_ROLES, MLP, ALL_LINEAR)
+"""What lora.targets may name; lora_targets.find_targets says what each stands for."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,10 @@ class ModelSettings:
         "auto",
         "first values of the head: auto = the checkpoint's where its classes are the data's, else new random ones",
     )
-    dropout: float | None = setting(None, "rate of the model's own dropout layers; null = the model's own rates")
+    dropout: float | None = setting(
+        None,
+        "rate of the model's own dropout layers, null = the model's own rates; attention probabilities have none",
+    )
 
 
 @dataclass(frozen=True)
@@ -30,4 +41,20 @@ class LoraSettings:
     rank: int = setting(16, "rank r")
     alpha: float = setting(32.0, "scale: the adapter counts alpha/r")
     dropout: float = setting(0.0, "dropout on the adapter's input")
-    targets: list[str] = setting(["query", "value"], "roles that get an adapter: query, key, value, output")
+    targets: str | list[str] = setting(
+        ["query", "value"],
+        "roles of the layers that get an adapter: query, key, value, output, mlp_in, mlp_gate, mlp_out, mlp (all of "
+        "the MLP), or all-linear alone (every linear layer of the blocks)",
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, str):
+            object.__setattr__(self, "targets", [self.targets])
+        unknown = [role for role in self.targets if role not in ROLES]
+        if unknown or not self.targets:
+            found = f"unknown {', '.join(unknown)}" if unknown else "no role"
+            raise UserError(f"targets: found {found}, expected some of: {', '.join(ROLES)}")
+        if ALL_LINEAR in self.targets and (others := sorted({*self.targets} - {ALL_LINEAR})):
+            raise UserError(
+                f"targets: found {ALL_LINEAR} beside {', '.join(others)}, expected it alone: it takes every layer"
+            )

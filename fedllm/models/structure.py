@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fedllm.blocks import Attention, RoleError, find_attention
+from fedllm.blocks.attention import features
 from fedllm.common.errors import UserError
 
 FUSED = ("query", "key", "value")
@@ -27,6 +30,16 @@ class SplitQKV(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., 3h]: query, key and value side by side."""
         return torch.cat((self.query(x), self.key(x), self.value(x)), dim=-1)
+
+    def fused(self) -> Conv1D:
+        """The same projection as the Conv1D(h, 3h) that it was made of."""
+        parts = [self.query, self.key, self.value]
+        height, width = parts[0].weight.shape
+        with torch.device("meta"):  # draws no random numbers
+            made = Conv1D(3 * height, width)  # type: ignore[no-untyped-call]
+        made.weight = nn.Parameter(torch.cat([part.weight.T for part in parts], dim=1), requires_grad=False)
+        made.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+        return made
 
 
 def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
@@ -54,19 +67,32 @@ def attentions(model: nn.Module, name: str) -> list[Attention]:
     return found
 
 
-def split_fused(model: nn.Module, name: str) -> list[Attention]:
-    """Replaces every fused query/key/value projection by a SplitQKV, in place, and returns the model's attentions.
+def split_fused(model: nn.Module, name: str, roles: Collection[str] = FUSED) -> list[Attention]:
+    """Replaces every fused query/key/value projection of GPT-2 by a SplitQKV, in place; returns the model's attentions.
 
-    Raises UserError for a fused projection that is not GPT-2's.
+    roles: those that are to be adapted. If they are all three, another fused linear layer stays whole.
+    Raises UserError if they are some of such a layer's, and for a fused projection that is no linear layer.
     """
     for attention in attentions(model, name):
         if attention.fused:
-            layer = model.get_submodule(attention.query)
-            if not isinstance(layer, Conv1D):
-                kind = type(layer).__name__
+            layer = linear_projection(model, name, attention)
+            if isinstance(layer, Conv1D):
+                model.set_submodule(attention.query, SplitQKV(layer))
+            elif set(roles) != set(FUSED):
                 raise UserError(
-                    f"model '{name}': {attention.query} is a fused {kind}, and only GPT-2's can be taken apart "
-                    f"for query and value alone; lora.targets=[output] adapts the output projection"
+                    f"model '{name}': {attention.query} is a fused {type(layer).__name__}, and only GPT-2's can be "
+                    f"taken apart for {' and '.join(roles)} alone; lora.targets=[{', '.join(FUSED)}] adapts it whole, "
+                    f"lora.targets=[output] the output projection"
                 )
-            model.set_submodule(attention.query, SplitQKV(layer))
     return attentions(model, name)
+
+
+def linear_projection(model: nn.Module, name: str, attention: Attention) -> nn.Module:
+    """The layer of the query. Raises UserError if it is not linear, as that of a torch.nn.MultiheadAttention."""
+    layer = model.get_submodule(attention.query)
+    if features(layer) is None:
+        raise UserError(
+            f"model '{name}': {attention.query} is a {type(layer).__name__}, which has no linear layer of query, key "
+            f"and value that LoRA could adapt"
+        )
+    return layer

@@ -117,7 +117,7 @@ def _names(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
 def _differing(runs: Sequence[RunRecord]) -> list[list[str]]:
     """For each run the settings in which it differs from the others. An algorithm's own settings are compared among
     runs of the same algorithm. An unfinished run has no made_with."""
-    settings = [_settings(run, runs) for run in runs]
+    settings = [settings_of(run, runs) for run in runs]
     finished = [own for run, own in zip(runs, settings, strict=True) if run.finished]
     places = dict.fromkeys(where for own in settings for where in own)
     found = []
@@ -136,7 +136,7 @@ def _differing(runs: Sequence[RunRecord]) -> list[list[str]]:
     return found
 
 
-def _settings(run: RunRecord, runs: Sequence[RunRecord]) -> dict[tuple[str, str], Any]:
+def settings_of(run: RunRecord, runs: Sequence[RunRecord]) -> dict[tuple[str, str], Any]:
     """The settings of a run that can tell it from `runs`, runs of its data set. Files of equal content are equal; a
     digest tells files of the same name apart."""
     settings = compared(run.recipe) | run.made_with

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from fedllm.reporting import swept_figure
 from fedllm.reporting.curves import PLOTS, captions
 from fedllm.reporting.groups import Group, Target, full_name
 from fedllm.reporting.inline_svg import VARIABLES, inline_svg
@@ -27,15 +28,18 @@ _CLIENTS = (
     "Top: the number of samples of each client. Bottom: the share of each class among them. Many classes are drawn as "
     "bubbles: the area of a bubble is the share.",
 )
+_OTHERS = {"client_labels": _CLIENTS, swept_figure.NAME: (swept_figure.TITLE, swept_figure.CAPTION)}
 
 
 @dataclass(frozen=True)
 class Section:
-    """One data set on the page. figures: SVG of those of curves.PLOTS and of `client_labels`."""
+    """One data set on the page. costs: what its targets take, None without a target. figures: SVG of those of
+    curves.PLOTS, of `client_labels` and of `swept`."""
 
     summary: Summary
     groups: Sequence[Group]
     figures: Mapping[str, str]
+    costs: Summary | None = None
 
 
 def page(sections: Sequence[Section], problems: Sequence[str], lacking: Sequence[str]) -> str:
@@ -87,7 +91,7 @@ def _figures(section: Section, number: int) -> list[dict[str, Any]]:
     texts = captions(section.groups)
     found = []
     for name, svg in section.figures.items():
-        title, caption = _CLIENTS if name == "client_labels" else (PLOTS[name].title, texts[name])
+        title, caption = _OTHERS[name] if name in _OTHERS else (PLOTS[name].title, texts[name])
         width = re.search(r'width="([\d.]+)pt"', svg)
         wide = width is not None and float(width[1]) > _HALF
         drawn = inline_svg(svg, f"{name}-{number}", title)

@@ -47,35 +47,95 @@ class Quantity:
 
 
 @dataclass(frozen=True)
-class RoundsTo(Quantity):
-    """The number of rounds to a target. measured: whether a run has the target's metrics."""
+class ToTarget(Quantity):
+    """What it takes to reach a target. measured: whether a run has the target's metrics. whole: what the whole run
+    took."""
 
     measured: Callable[[RunRecord], bool] = lambda run: True
+    whole: Callable[[RunRecord], float | None] = lambda run: run.result["rounds"]
 
     def cell(self, group: Group) -> str:
-        """The mean number of rounds if every seed reached the target, else ">N", the rounds of the shortest run that
-        did not. A dash where a seed was not measured in that metric."""
+        """The mean if every seed reached the target, else ">N", what the least of the runs that did not reach it took.
+        A dash where a seed was not measured in that metric, or has no such value."""
         if not all(map(self.measured, group.runs)):
             return NONE
         reached = [self.value(run) for run in group.runs]
-        found = [rounds for rounds in reached if rounds is not None]
+        found = [value for value in reached if value is not None]
         if len(found) == len(reached):
-            return mean_and_deviation(found, 1 if len(reached) > 1 else 0)
-        missed = zip(group.runs, reached, strict=True)
-        without = min(run.result["rounds"] for run, rounds in missed if rounds is None)
-        return f">{without} ({len(found)} of {len(reached)} reached)" if len(reached) > 1 else f">{without}"
+            return mean_and_deviation(found, self.decimals if self.decimals is None or len(found) == 1 else 1)
+        whole = [self.whole(run) for run, value in zip(group.runs, reached, strict=True) if value is None]
+        missed = [value for value in whole if value is not None]
+        if len(missed) < len(whole):
+            return NONE
+        least = f">{mean_and_deviation([min(missed)], self.decimals)}"
+        return f"{least} ({len(found)} of {len(reached)} reached)" if len(reached) > 1 else least
 
 
-def rounds_to_target(target: Target) -> RoundsTo:
+Wanted = Callable[[RunRecord], Target | None]  # the target that counts for a run
+
+
+def rounds_to_target(target: Target) -> ToTarget:
     """The rounds to a target that was asked for. A loss is reached from above."""
-    key = "_".join(f"{name}_{setting_text(value)}" for name, value in target.items())
-    return RoundsTo(
-        f"rounds_to_{key}",
-        f"rounds to {target_words(target)}",
-        None,
-        lambda run: rounds_to(target, run.rounds),
-        measured=lambda run: all(name in run.result["final"] for name in target),
+    return _rounds_to(f"rounds_to_{_key(target)}", f"rounds to {target_words(target)}", lambda run: target)
+
+
+def costs_to_target(target: Target | None = None, words: str = "target") -> tuple[ToTarget, ...]:
+    """What a target takes, the costs before round 1 included: megabytes of all clients both ways, simulated time, and
+    model-sized vectors of a client that is sampled in every round. target: None is each run's own. words: its name in
+    the headings."""
+    key = "target" if target is None else _key(target)
+
+    def wanted(run: RunRecord) -> Target | None:
+        return run.result["target"] if target is None else target
+
+    def cost(name: str, heading: str, spent: Callable[[RunRecord, int], float | None]) -> ToTarget:
+        def value(run: RunRecord) -> float | None:
+            reached = rounds_to(wanted(run), run.rounds)
+            return None if reached is None else spent(run, reached)
+
+        return ToTarget(
+            f"{name}_to_{key}",
+            f"{heading} to {words}",
+            None,
+            value,
+            measured=lambda run: _measured(run, wanted(run)),
+            whole=lambda run: spent(run, run.result["rounds"]),
+        )
+
+    return (
+        cost("mb", "MB", lambda run, rounds: _spent(run, rounds, "bytes_up", "bytes_down") / 1e6),
+        cost("simulated_seconds", "simulated s", lambda run, rounds: _spent(run, rounds, "simulated_seconds")),
+        cost("vectors", "vectors", _communications),
     )
+
+
+def _rounds_to(key: str, heading: str, wanted: Wanted) -> ToTarget:
+    return ToTarget(
+        key,
+        heading,
+        0,
+        lambda run: rounds_to(wanted(run), run.rounds),
+        measured=lambda run: _measured(run, wanted(run)),
+    )
+
+
+def _measured(run: RunRecord, target: Target | None) -> bool:
+    return bool(target) and all(name in run.result["final"] for name in target or {})
+
+
+def _spent(run: RunRecord, rounds: int, *costs: str) -> float:
+    """The sum of these costs up to the end of a round, including those before round 1."""
+    return sum(float(line[cost]) for line in (run.start, *run.rounds[:rounds]) for cost in costs)
+
+
+def _communications(run: RunRecord, rounds: int) -> float | None:
+    """V(t) times the rounds (PT Table 1), and 2 where each client received x0 and sent its gradient before round 1."""
+    sent = _vectors(run)
+    return None if sent is None else sent * rounds + (2 if run.start["bytes_up"] else 0)
+
+
+def _key(target: Target) -> str:
+    return "_".join(f"{name}_{setting_text(value)}" for name, value in target.items())
 
 
 def target_words(target: Target) -> str:
@@ -93,6 +153,12 @@ def _client_memory(run: RunRecord) -> float | None:
     return held / 1e6 if is_number(held) else None
 
 
+def _client_vectors(run: RunRecord) -> float | None:
+    """The vectors that a client holds by the count of GC Table 6 (Algorithm.held_vectors). Older runs have none."""
+    held = run.result.get("client_vectors")
+    return held if is_number(held) else None
+
+
 def _vectors(run: RunRecord) -> float | None:
     """V(t): model-sized vectors that one sampled client sends and receives in a round (costs.vectors_per_round)."""
     moved = run.result.get("vectors_per_round")
@@ -100,15 +166,7 @@ def _vectors(run: RunRecord) -> float | None:
     return sent if is_number(sent) else None
 
 
-ROUNDS_TO_TARGET = RoundsTo(
-    "rounds_to_target",
-    "rounds to target",
-    None,
-    lambda run: rounds_to(run.result["target"], run.rounds),
-    measured=lambda run: (
-        bool(run.result["target"]) and all(n in run.result["final"] for n in run.result["target"] or {})
-    ),
-)
+ROUNDS_TO_TARGET = _rounds_to("rounds_to_target", "rounds to target", lambda run: run.result["target"])
 SCORES = (
     Quantity("best", "best", 4, lambda run: run.best_score(run.primary), "metric"),
     Quantity("final", "final", 4, lambda run: run.result["final"].get(run.primary), "metric"),
@@ -118,6 +176,7 @@ COSTS = (
     Quantity("mb_down", "MB down", None, _total("bytes_down", unit=1e6)),
     Quantity("seconds", "seconds", None, _total("seconds")),
     Quantity("simulated_seconds", "simulated s", None, _total("simulated_seconds")),
+    Quantity("client_vectors", "client vectors", 0, _client_vectors),
     Quantity("client_memory_mb", "client MB", None, _client_memory),
 )
 REJECTED = Quantity("rejected", "rejected", None, lambda run: run.result["rejected"], None)

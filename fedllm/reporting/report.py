@@ -20,16 +20,19 @@ from fedllm.reporting.client_labels import client_figure, without_clients
 from fedllm.reporting.groups import Group, Target, by_task, group_runs
 from fedllm.reporting.page import Section, page
 from fedllm.reporting.style import save, svg
-from fedllm.reporting.summary import Summary, csv_text, summarise
+from fedllm.reporting.summary import Summary, csv_text, summarise, summarise_costs
+from fedllm.reporting.swept import Panel, swept_csv, swept_panels
+from fedllm.reporting.swept_figure import NAME, swept_figure, without_swept
 from fedllm.results.names import printable
 from fedllm.results.reader import none_readable, read_runs
 from fedllm.results.run_record import RunRecord
+from fedllm.tasks.base import require_reachable
 
 FORMATS = ("html", "md", "csv", "tex", "png", "svg")
 _DRAWN = {"html", "png", "svg"}
-_FIGURES = (*plots.PLOTS, "client_labels")
+_FIGURES = (*plots.PLOTS, "client_labels", NAME)
 _NAMES = (  # patterns of all files that a report can write; a figure of one of several data sets has its name inside
-    "report.html", "summary.md", "summary.csv", "summary.tex",
+    "report.html", "summary.md", "summary.csv", "summary.tex", "swept.csv",
     *(f"{figure}{inside}.{kind}" for figure in _FIGURES for inside in ("", ".*") for kind in ("png", "svg")),
 )  # fmt: skip
 
@@ -44,12 +47,12 @@ def report(
     returns the written files.
 
     out: default `report/` beside the first run. formats: any of html (report.html, one page with everything), md,
-    csv, tex (summary.*) and png, svg (the figures).
+    csv, tex (summary.*; csv also swept.csv) and png, svg (the figures).
     targets: scores, each {metric: value}; tables and figures use these instead of each run's own target. A loss is
     reached from above.
     Warns about each folder that cannot be read and leaves it out. Says which groups a figure lacks. Removes files of an
-    earlier report from `out` that this one does not write. Raises UserError if no folder is left, or if no run was
-    measured in a target's metric.
+    earlier report from `out` that this one does not write. Raises UserError if no folder is left, if no run was
+    measured in a target's metric, or if that metric cannot have its value.
     """
     if unknown := [kind for kind in formats if kind not in FORMATS]:
         raise UserError(f"format '{unknown[0]}': unknown; known formats: {', '.join(FORMATS)}")
@@ -59,19 +62,25 @@ def report(
     runs, problems = read_runs(folder for folder in folders if realpath(folder) != realpath(out))
     if not runs:
         raise none_readable(problems)
-    _require_measured(targets, runs)
+    _check_targets(targets, runs)
     for problem in problems:
         warn(f"left out: {problem}")
     tasks = by_task(group_runs(runs, targets))
     summaries = [summarise(groups, targets) for groups in tasks.values()]
-    for summary in summaries:
+    costs = [summarise_costs(groups, targets) for groups in tasks.values()]
+    for summary in _in_order(summaries, costs):
         _print(summary)
     try:
-        written = _write(out, formats, summaries, list(tasks.values()), problems)
+        written = _write(out, formats, summaries, costs, list(tasks.values()), problems)
     except OSError as error:
         raise RunError(f"{out} could not be written: {error}") from error
     say(f"written to {out}: {_listed(written)}")
     return written
+
+
+def _in_order(summaries: Sequence[Summary], costs: Sequence[Summary | None]) -> list[Summary]:
+    """The tables of each data set, one data set after the other."""
+    return [table for pair in zip(summaries, costs, strict=True) for table in pair if table is not None]
 
 
 def _listed(written: Sequence[Path]) -> str:
@@ -94,30 +103,34 @@ def _write(
     out: Path,
     formats: Sequence[str],
     summaries: Sequence[Summary],
+    costs: Sequence[Summary | None],
     tasks: Sequence[Sequence[Group]],
     problems: Sequence[str],
 ) -> list[Path]:
     """Writes the files of these formats, removes the other files of an earlier report, and returns what was written.
 
-    summaries, tasks: the table and the groups of each data set.
+    summaries, costs, tasks: the two tables and the groups of each data set.
     """
-    drawn, lacking = _draw(tasks) if _DRAWN & {*formats} else ([{} for _ in tasks], [])
+    swept = [swept_panels(groups) for groups in tasks]
+    drawn, lacking = _draw(tasks, swept) if _DRAWN & {*formats} else ([{} for _ in tasks], [])
     for line in lacking:
         say(line, "dim")
     out.mkdir(parents=True, exist_ok=True)
     endings = _endings([summary.task for summary in summaries])
     svgs, pictures = _render(drawn, endings, out if "png" in formats else None)
-    sections = [Section(*parts) for parts in zip(summaries, tasks, svgs, strict=True)]
+    sections = [Section(*parts) for parts in zip(summaries, tasks, svgs, costs, strict=True)]
+    panels = [panel for own in swept for panel in own]
     named = [
         (f"{name}{ending}.svg", text)
         for texts, ending in zip(svgs, endings, strict=True)
         for name, text in texts.items()
     ]
+    tables = _in_order(summaries, costs)
     texts = {
         "html": {"report.html": page(sections, problems, lacking)},
-        "md": {"summary.md": "\n".join(summary.markdown() for summary in summaries)},
-        "csv": {"summary.csv": csv_text(summaries)},
-        "tex": {"summary.tex": "\n".join(summary.latex() for summary in summaries)},
+        "md": {"summary.md": "\n".join(table.markdown() for table in tables)},
+        "csv": {"summary.csv": csv_text(summaries)} | ({"swept.csv": swept_csv(panels)} if panels else {}),
+        "tex": {"summary.tex": "\n".join(table.latex() for table in tables)},
         "svg": dict(named),
     }
     asked = {name: text for kind in formats for name, text in texts.get(kind, {}).items()}
@@ -163,14 +176,22 @@ def _render(
     return svgs, pictures
 
 
-def _draw(tasks: Sequence[Sequence[Group]]) -> tuple[list[dict[str, Figure]], list[str]]:
-    """The figures of each data set by the names of their files, and one line for each figure that lacks some groups."""
+def _draw(
+    tasks: Sequence[Sequence[Group]], swept: Sequence[Sequence[Panel]]
+) -> tuple[list[dict[str, Figure]], list[str]]:
+    """The figures of each data set by the names of their files, and one line for each figure that lacks some groups.
+
+    swept: the panels of each data set's swept settings.
+    """
     drawn, lacking = [], []
-    for groups in tasks:
-        clients = client_figure(groups)
-        drawn.append({**plots.figures(groups), **({} if clients is None else {"client_labels": clients})})
+    for groups, panels in zip(tasks, swept, strict=True):
+        more = {"client_labels": client_figure(groups), NAME: swept_figure(panels)}
+        drawn.append(plots.figures(groups) | {name: figure for name, figure in more.items() if figure is not None})
         prefix = f"{groups[0].task}: " if len(tasks) > 1 else ""
-        lacking += [f"{prefix}{line}" for line in (*plots.undrawn(groups), *without_clients(groups))]
+        lacking += [
+            f"{prefix}{line}"
+            for line in (*plots.undrawn(groups), *without_clients(groups), *without_swept(groups, panels))
+        ]
     return drawn, lacking
 
 
@@ -183,9 +204,15 @@ def parse_target(text: str) -> Target:
     raise UserError(f"--target: found '{text}', expected metric=value, for example accuracy=0.8")
 
 
-def _require_measured(targets: Sequence[Target], runs: Sequence[RunRecord]) -> None:
+def _check_targets(targets: Sequence[Target], runs: Sequence[RunRecord]) -> None:
+    """Raises UserError for a metric that no run was measured in, and for a value that it cannot have."""
     known = list(dict.fromkeys(name for run in runs for name in run.result["final"]))
     for name in (name for target in targets for name in target):
         if name not in known:
             found = f"these runs were measured in {', '.join(known)}" if known else "no run was evaluated yet"
             raise UserError(printable(f"--target: found metric '{name}'{nearest(name, known)}, but {found}"))
+    for target in targets:
+        try:
+            require_reachable(target)
+        except UserError as error:
+            raise UserError(f"--{error}") from None

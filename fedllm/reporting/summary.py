@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -23,7 +23,9 @@ from fedllm.reporting.quantities import (
     SCORES,
     VECTORS,
     Quantity,
+    ToTarget,
     best_groups,
+    costs_to_target,
     rounds_to_target,
     target_words,
 )
@@ -75,7 +77,8 @@ class Summary:
             if heading in WORDS:
                 table.add_column(heading, max_width=36)
             else:
-                folded = heading.replace(" ", "\n", 1) if len(heading) > _LONG else heading
+                at = " to " if " to " in heading else " "
+                folded = heading.replace(at, f"\n{at.lstrip()}", 1) if len(heading) > _LONG else heading
                 table.add_column(folded, justify="right", no_wrap=True)
         for index, row in enumerate(self.rows):
             styles = {column: "bold" if (index, column) in self.best else "" for column in columns}
@@ -117,25 +120,57 @@ def csv_text(summaries: Sequence[Summary]) -> str:
     return file.getvalue()
 
 
+Column = tuple[str, Callable[[Group], str], Quantity | None]  # heading, cell, and the number that it shows
+_RUN: Column = ("run", lambda group: group.label, None)
+
+
 def summarise(groups: Sequence[Group], targets: Sequence[Target] = ()) -> Summary:
     """The table of the groups of one data set. Metric and target stand in the caption if all groups share them, else in
     a column. A column counts rejected uploads if there were any.
 
     targets: as for `report`. Those in metrics of other data sets have no column.
     """
-    columns: list[tuple[str, Callable[[Group], str], Quantity | None]] = [
-        ("run", lambda group: group.label, None),
-        ("score", lambda group: _score(group, targets), None),
-        *((quantity.heading, quantity.cell, quantity) for quantity in _rounds_columns(groups, targets)),
-        *((quantity.heading, quantity.cell, quantity) for quantity in SCORES),
-        ("seeds", lambda group: str(len(group.runs)), None),
-        *((quantity.heading, quantity.cell, quantity) for quantity in _costs(groups)),
-    ]
     scores = {_score(group, targets) for group in groups}
-    if shared := len(scores) == 1:
-        columns.pop(1)
+    shared = len(scores) == 1
+    columns: list[Column] = [
+        _RUN,
+        *([] if shared else [("score", lambda group: _score(group, targets), None)]),
+        *map(_column, _rounds_columns(groups, targets)),
+        *map(_column, SCORES),
+        ("seeds", lambda group: str(len(group.runs)), None),
+        *map(_column, _costs(groups)),
+    ]
+    numbers = [_numbers(group, targets) for group in groups]
+    found = _summary(groups, columns, scores if shared else (), _direction(groups))
+    return replace(found, legend=legend(groups), numbers=numbers)
+
+
+def summarise_costs(groups: Sequence[Group], targets: Sequence[Target] = ()) -> Summary | None:
+    """The table of what it takes to reach the targets of the groups of one data set; None if they have no target.
+
+    targets: as for `summarise`.
+    """
+    if targets:
+        asked = [costs_to_target(target, target_words(target)) for target in targets]
+        costs = [cost for part in asked if _any_measured(part[0], groups) for cost in part]
+    else:
+        costs = [cost for cost in costs_to_target() if _any_measured(cost, groups)]
+    if not costs:
+        return None
+    own = {_score(group, targets) for group in groups}
+    apart: list[Column] = [("score", lambda group: _score(group, targets), None)] if len(own) > 1 else []
+    caption = ["costs to the target", *(own if not targets and not apart else ())]
+    note = "Bold: the lowest mean of the finished runs."
+    return _summary(groups, [_RUN, *apart, *map(_column, costs)], caption, note)
+
+
+def _column(quantity: Quantity) -> Column:
+    return quantity.heading, quantity.cell, quantity
+
+
+def _summary(groups: Sequence[Group], columns: Sequence[Column], caption: Iterable[str], note: str) -> Summary:
+    """A table of these columns. caption: what all rows share. note: which values are bold."""
     several = any(len(group.runs) > 1 for group in groups)
-    caption = [*(scores if shared else ()), *(["mean ± standard deviation over seeds"] if several else [])]
     marked = {
         (row, number)
         for number, (_, _, quantity) in enumerate(columns)
@@ -144,21 +179,22 @@ def summarise(groups: Sequence[Group], targets: Sequence[Target] = ()) -> Summar
     }
     return Summary(
         task=groups[0].task,
-        caption="; ".join(caption),
+        caption="; ".join([*caption, *(["mean ± standard deviation over seeds"] if several else [])]),
         headings=[heading for heading, _, _ in columns],
         rows=[tuple(cell(group) for _, cell, _ in columns) for group in groups],
         best=frozenset(marked),
-        legend=legend(groups),
-        note=_direction(groups) if marked else "",
-        numbers=[_numbers(group, targets) for group in groups],
+        note=note if marked else "",
     )
 
 
 def _rounds_columns(groups: Sequence[Group], targets: Sequence[Target]) -> list[Quantity]:
     if not targets:
         return [ROUNDS_TO_TARGET]
-    asked = map(rounds_to_target, targets)
-    return [found for found in asked if any(found.measured(run) for group in groups for run in group.runs)]
+    return [found for found in map(rounds_to_target, targets) if _any_measured(found, groups)]
+
+
+def _any_measured(quantity: ToTarget, groups: Sequence[Group]) -> bool:
+    return any(quantity.measured(run) for group in groups for run in group.runs)
 
 
 def _costs(groups: Sequence[Group]) -> tuple[Quantity, ...]:
@@ -195,8 +231,8 @@ def _numbers(group: Group, targets: Sequence[Target]) -> dict[str, Any]:
         "seeds": " ".join(str(run.seed) for run in group.runs),
         "rounds": max(run.result["rounds"] for run in group.runs), "reached": len(reached) - reached.count(None),
     }  # fmt: skip
-    asked = [rounds_to_target(target) for target in targets]
-    for quantity in (ROUNDS_TO_TARGET, *asked, *SCORES, REJECTED, *COSTS, VECTORS):
+    asked = [quantity for target in targets for quantity in (rounds_to_target(target), *costs_to_target(target))]
+    for quantity in (ROUNDS_TO_TARGET, *costs_to_target(), *asked, *SCORES, REJECTED, *COSTS, VECTORS):
         row |= _moments(quantity.key, quantity.values(group))
     return row
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+NO_LICENCE = "# license: to be filled in, after the licences of the base model and of the data"
+"""The line of a model card's front matter that stands in place of the licence."""
+
 
 def setting_text(value: Any) -> str:
     """A setting as a recipe's text. 1.0e-3 and 0.001 give the same text."""

@@ -96,6 +96,7 @@ class Result(TypedDict):
     machine: NotRequired[Any]
     versions: NotRequired[Any]
     vectors_per_round: NotRequired[Any]
+    client_vectors: NotRequired[Any]
     client_memory_bytes: NotRequired[Any]
 
 

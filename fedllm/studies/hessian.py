@@ -52,6 +52,20 @@ class Structure:
 
 
 @dataclass(frozen=True)
+class Magnitude:
+    """How large a Hessian H [n, n] is.
+
+    mean_entry: the mean |H_ij| over all entries. largest_entry: the largest |H_ij|. frobenius: the root of the sum of
+    H_ij^2. eigenvalue: the largest |eigenvalue|.
+    """
+
+    mean_entry: float
+    largest_entry: float
+    frobenius: float
+    eigenvalue: float
+
+
+@dataclass(frozen=True)
 class Map:
     """The Hessian of one weight after `round` rounds, its coordinates in the order of their blocks.
 
@@ -64,6 +78,7 @@ class Map:
     owner: Tensor
     H: Tensor
     structure: Structure
+    magnitude: Magnitude
 
     @property
     def blocks(self) -> int:
@@ -108,6 +123,18 @@ def structure(H: Tensor, owner: Tensor) -> Structure:
     return Structure(inside / total, (diagonal + together * (total - diagonal)) / total)
 
 
+def magnitude(H: Tensor) -> Magnitude:
+    """How large a symmetric H [n, n] is."""
+    H = H.double()
+    entries, eigenvalues = H.abs(), torch.linalg.eigvalsh((H + H.mT) / 2)
+    return Magnitude(
+        float(entries.mean()),
+        float(entries.max()),
+        float(torch.linalg.matrix_norm(H)),
+        float(eigenvalues.abs().max()),
+    )
+
+
 def block_of(blocks: BlockPartition, parameter: str) -> Tensor:
     """The block [n] of each coordinate of a parameter, int64."""
     owner = blocks.expand(torch.arange(blocks.num_blocks, dtype=torch.float64))
@@ -123,8 +150,8 @@ def load_streams(name: str) -> list[Tensor]:
 
 
 def checkpoints(rounds: int) -> tuple[int, ...]:
-    """The numbers of rounds after which Hessians are computed: 0, a tenth (rounded up), all."""
-    return tuple(sorted({0, -(-rounds // 10), rounds}))
+    """The numbers of rounds after which Hessians are computed: 0, a tenth, a half (both rounded up), all."""
+    return tuple(sorted({0, -(-rounds // 10), -(-rounds // 2), rounds}))
 
 
 def study(
@@ -144,7 +171,8 @@ def study(
             w, owner = parameters[name], block_of(problem.blocks, name)
             H = hessian(partial(_loss_of, problem, windows, parameters, name), w)
             order = owner.argsort(stable=True)
-            maps.append(Map(role, name, done, owner[order], H[order][:, order], structure(H, owner)))
+            found = (structure(H, owner), magnitude(H))
+            maps.append(Map(role, name, done, owner[order], H[order][:, order], *found))
     return Study(kind, type(alg).__name__, wanted, losses, maps)
 
 

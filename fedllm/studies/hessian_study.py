@@ -19,12 +19,13 @@ from fedllm.common.console import ProgressCallback
 from fedllm.common.errors import UserError
 from fedllm.common.files import replace_text
 from fedllm.studies.character_models import MODELS
-from fedllm.studies.hessian import CLIENTS, Structure, Study, load_streams, study
+from fedllm.studies.hessian import CLIENTS, Map, Structure, Study, load_streams, study
 
 _CAPTION = (
-    "Share of the Hessian's squared norm inside our blocks / inside random blocks of the same sizes = ratio. "
-    "! marks where ours hold no more than random ones."
+    "Share of the Hessian's squared norm inside our blocks (its ratio to the share inside random blocks of the same "
+    "sizes). ! marks where ours hold no more than random ones."
 )
+_MAGNITUDES = "Mean |entry| of each Hessian."
 
 
 def run(
@@ -62,7 +63,7 @@ def _record(studies: Sequence[Study]) -> dict[str, object]:
             "loss": found.loss,
             "maps": [
                 {"role": m.role, "parameter": m.parameter, "round": m.round, "coordinates": len(m.owner)}
-                | {"blocks": m.blocks, **asdict(m.structure), "ratio": m.structure.ratio}
+                | {"blocks": m.blocks, **asdict(m.structure), "ratio": m.structure.ratio, **asdict(m.magnitude)}
                 for m in found.maps
             ],
         }
@@ -72,15 +73,35 @@ def _record(studies: Sequence[Study]) -> dict[str, object]:
 
 
 def table(found: Study) -> Table:
-    """The terminal table, one row per weight: its blocks, and inside / random = ratio after each checkpoint."""
-    shown = Table(title=f"{found.model} under {found.algorithm}", box=SIMPLE_HEAD, show_edge=False, caption=_CAPTION)
-    for heading in ("weight", "blocks", *(f"round {t}" for t in found.rounds)):
+    """The terminal table, one row per weight: its blocks, and inside (ratio) after each checkpoint."""
+    rows = [
+        (f"{maps[0].blocks} in {len(maps[0].owner):,}", *(_share(m.structure) for m in maps)) for maps in _rows(found)
+    ]
+    return _table(found, f"{found.model} under {found.algorithm}", _CAPTION, ("blocks",), rows)
+
+
+def magnitudes(found: Study) -> Table:
+    """The terminal table of magnitudes, one row per weight: the mean |entry| of its Hessian after each checkpoint."""
+    rows = [tuple(f"{m.magnitude.mean_entry:.1e}" for m in maps) for maps in _rows(found)]
+    return _table(found, f"{found.model}: magnitudes", _MAGNITUDES, (), rows)
+
+
+def _rows(found: Study) -> list[list[Map]]:
+    """The maps of each weight, one per checkpoint."""
+    return [[m for m in found.maps if m.role == role] for role in MODELS[found.model].weights]
+
+
+def _table(found: Study, title: str, caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    shown = Table(title=title, box=SIMPLE_HEAD, show_edge=False, caption=caption)
+    for heading in ("weight", *headings, *(f"round {t}" for t in found.rounds)):
         shown.add_column(heading, justify="left" if heading == "weight" else "right", no_wrap=True)
-    for role in MODELS[found.model].weights:
-        maps = [m for m in found.maps if m.role == role]
-        cells = [f"{s.inside:.2f}/{s.random:.2f} = {s.ratio:.1f}{_verdict(s)}" for s in (m.structure for m in maps)]
-        shown.add_row(role, f"{maps[0].blocks} in {len(maps[0].owner):,}", *cells)
+    for role, cells in zip(MODELS[found.model].weights, rows, strict=True):
+        shown.add_row(role, *cells)
     return shown
+
+
+def _share(found: Structure) -> str:
+    return f"{found.inside:.2f} ({found.ratio:.1f}{_verdict(found)})"
 
 
 def _verdict(found: Structure) -> str:

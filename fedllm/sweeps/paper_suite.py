@@ -8,11 +8,10 @@ from pathlib import Path
 from fedllm.common.console import console, say, warn
 from fedllm.common.errors import RunError, UserError
 from fedllm.config.recipe import Recipe
-from fedllm.distributed.process_group import StoppedError
 from fedllm.experiment.build import with_dir
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.run import RunResult, run
-from fedllm.experiment.run_lock import RunInUseError, run_each_when_free
+from fedllm.experiment.run_lock import run_each_when_free
 from fedllm.experiment.stopping import stop_requests
 from fedllm.federation.executor import Executor
 from fedllm.reporting.score_table import SCORES_FILE, Beside, ScoreTable
@@ -68,17 +67,13 @@ def _run_all(recipes: Sequence[Recipe], out: Path, executor: Executor) -> dict[s
         stop.check(executor, recipe.run.max_hours, f"stopped before {recipe.name}")
         say(f"{recipes.index(recipe) + 1} of {len(recipes)}: {recipe.name}", "bold")
         folder = out / f"{recipe.name}-s{recipe.run.seed}"
-        try:
-            found[recipe.name] = run(with_dir(recipe, folder), executor=executor, wait=wait, stop=stop)
-        except StoppedError:
-            raise
-        except (UserError, RunError) as error:
-            if isinstance(error, RunInUseError) and not wait:
-                raise
-            warn(f"{recipe.name} cannot be run: {error}")
+        found[recipe.name] = run(with_dir(recipe, folder), executor=executor, wait=wait, stop=stop)
+
+    def failed(recipe: Recipe, error: UserError | RunError) -> None:
+        warn(f"{recipe.name} cannot be run: {error}")
 
     with stop_requests(executor.size) as stop:
-        run_each_when_free(recipes, attempt)
+        run_each_when_free(recipes, attempt, failed)
     return found
 
 

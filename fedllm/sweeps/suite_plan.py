@@ -64,8 +64,7 @@ def plan_suite(
     paths = [_recipe_file(recipes, suite, task, chosen) for task in suite.tasks]
     wanted = [*([f"algorithm={algorithm}"] if algorithm else []), *overrides]
     loaded = [load_recipe(path, wanted) for path in paths]
-    if (folder := loaded[0].run.dir) is not None:
-        raise UserError(f"run.dir: found {folder}, but every run of a suite has its own folder; give --out")
+    require_no_dir(loaded[0])
     listed = map(canonical_name, read_layers(paths[0]).sections().get("algorithms", {}))
     unlisted = None if loaded[0].algorithm["name"] in listed else paths[0]
     return SuitePlan(chosen, suite.tasks, loaded, unlisted)
@@ -96,8 +95,7 @@ def default_model(name: str, overrides: Sequence[str] = (), *, recipes: Path) ->
 
 
 def _recipe_file(recipes: Path, suite: Suite, task: str, model: str) -> Path:
-    if not recipes.is_dir():
-        raise UserError(f"{recipes}: no such folder; start in a clone of fedllm, or name the recipes' with --recipes")
+    require_recipes_folder(recipes)
     path = recipes / f"{task}_{model}.yaml"
     if model not in suite.models and not path.is_file():
         raise UserError(
@@ -105,3 +103,15 @@ def _recipe_file(recipes: Path, suite: Suite, task: str, model: str) -> Path:
             f"or one that has a recipe {path}"
         )
     return path
+
+
+def require_recipes_folder(recipes: Path) -> None:
+    """Raises UserError if the folder of the recipes does not exist."""
+    if not recipes.is_dir():
+        raise UserError(f"{recipes}: no such folder; start in a clone of fedllm, or name the recipes' with --recipes")
+
+
+def require_no_dir(recipe: Recipe) -> None:
+    """Raises UserError if a recipe of a suite names its run folder."""
+    if (folder := recipe.run.dir) is not None:
+        raise UserError(f"run.dir: found {folder}, but every run of a suite has its own folder; give --out")

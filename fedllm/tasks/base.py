@@ -11,8 +11,10 @@ gives pixels in place of tokens, and the rest is that of sequence classification
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from fedllm.common.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +31,15 @@ LOSS = "eval_loss"  # the name of an evaluation's loss, beside a task's scores
 def lower_is_better(name: str) -> bool:
     """Whether the lowest value of a score is the best one. Reports know a score by its name alone."""
     return name == LOSS
+
+
+def require_reachable(target: Mapping[str, float]) -> None:
+    """Raises UserError, naming the first metric that no model can bring to its target: a score above 1, a loss below
+    0."""
+    for name, value in target.items():
+        limit = "at least 0, where every loss ends" if lower_is_better(name) else "at most 1, where every metric ends"
+        if value < 0 if lower_is_better(name) else value > 1:
+            raise UserError(f"target: found {name}: {value:g}, expected {limit}")
 
 
 class Task(ABC):
@@ -65,6 +76,17 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """The mean loss, named LOSS, and then `metric_names` of n samples: outputs [n, L], targets [n], on the CPU."""
+
+    @abstractmethod
+    def predictions(self, outputs: Tensor) -> list[Any]:
+        """What each of n samples is: the name of a class, or a number; None where its outputs [L] are not numbers.
+
+        outputs: [n, L], on the CPU.
+        """
+
+    def probabilities(self, outputs: Tensor) -> Tensor | None:
+        """The probability of each class [n, C], for outputs [n, L]; None where a task has no classes."""
+        return None
 
     def class_counts(self, split: Split, parts: Sequence[np.ndarray]) -> list[list[int]] | None:
         """How many samples of each class each of N clients has, [N, classes]; None where targets are no classes.

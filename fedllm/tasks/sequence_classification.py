@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fedllm.common.console import ProgressCallback
+from fedllm.common.tensors import shortest
 from fedllm.data.loading import Split
 from fedllm.data.tokenization import Tokens, tokenize
 from fedllm.tasks.base import LOSS, Task
@@ -46,6 +47,12 @@ class SequenceClassification(Task):
         loss = float(F.cross_entropy(outputs, targets))
         return {LOSS: loss, **_scores(self._metric, predicted_classes(outputs), targets)}
 
+    def predictions(self, outputs: Tensor) -> list[Any]:
+        return [None if index == NO_ANSWER else self.classes[index] for index in predicted_classes(outputs)]
+
+    def probabilities(self, outputs: Tensor) -> Tensor | None:
+        return F.softmax(outputs.float(), dim=1)
+
     def class_counts(self, split: Split, parts: Sequence[np.ndarray]) -> list[list[int]] | None:
         return [np.bincount(split.labels[part], minlength=len(self.classes)).tolist() for part in parts]
 
@@ -72,6 +79,9 @@ class SequenceRegression(Task):
     def evaluate(self, outputs: Tensor, targets: Tensor) -> Scores:
         loss = float(F.mse_loss(outputs[:, 0], targets.float()))
         return {LOSS: loss, **_scores(self._metric, outputs[:, 0].detach().float().cpu().numpy(), targets)}
+
+    def predictions(self, outputs: Tensor) -> list[Any]:
+        return [shortest(value) for value in outputs[:, 0].tolist()]
 
 
 def predicted_classes(logits: Tensor) -> np.ndarray:

@@ -93,16 +93,16 @@ def local_round(
     return alg.end(local, x, server, clients, rows, info)
 
 
-def test_all_fifteen_are_found() -> None:
+def test_all_nineteen_are_found() -> None:
     assert algorithm_names() == [
-        "fa_nt", "fadamgc", "fadamgc_b", "fedadam", "fedadamw", "fedams", "fedavg", "fedavgm", "fedcm", "fedlada",
-        "localadam", "localadamw", "padamfed", "scaffold", "scaffoldm",
+        "fa_nt", "fadamgc", "fadamgc_b", "fedadagrad", "fedadam", "fedadamw", "fedams", "fedavg", "fedavgm", "fedcm",
+        "feddyn", "fedlada", "fedprox", "fedyogi", "localadam", "localadamw", "padamfed", "scaffold", "scaffoldm",
     ]  # fmt: skip
 
 
 def test_aliases_are_unique_and_load_their_class() -> None:
     aliases = [(alias, name) for name in algorithm_names() for alias in algorithm_class(name).aliases]
-    assert len({alias for alias, _ in aliases} | set(algorithm_names())) == len(aliases) + 15
+    assert len({alias for alias, _ in aliases} | set(algorithm_names())) == len(aliases) + 19
     for alias, name in aliases:
         assert algorithm_class(alias) is algorithm_class(name)
     promised = {"fadamgt": "fadamgc", "fadamet": "fa_nt", "fedit_adamet": "fa_nt", "fedit_adam": "localadam"}
@@ -373,6 +373,12 @@ def test_an_unknown_key_is_named_with_the_known_ones(name: str) -> None:
         ("fedams", {"floor": 0}, "algorithm.floor: found 0.0, expected a positive number"),
         ("fedams", {"option": 3}, "algorithm.option: found 3, expected one of: 1, 2"),
         ("fedadam", {"tau": 0}, "algorithm.tau: found 0.0, expected a positive number"),
+        ("fedyogi", {"tau": 0}, "algorithm.tau: found 0.0, expected a positive number"),
+        ("fedadagrad", {"tau": 0}, "algorithm.tau: found 0.0, expected a positive number"),
+        ("fedadagrad", {"beta": 1}, r"algorithm.beta: found 1.0, expected a number in \[0, 1\)"),
+        ("fedprox", {"mu": -1}, "algorithm.mu: found -1.0, expected zero or more"),
+        ("feddyn", {"alpha": 0}, "algorithm.alpha: found 0.0, expected a positive number"),
+        ("feddyn", {"weights": "size"}, "algorithm.weights: found size, expected uniform"),
         ("padamfed", {"gamma": 0}, "algorithm.gamma: found 0.0, expected a positive number"),
         ("padamfed", {"total_rounds": 0}, "algorithm.total_rounds: found 0, expected a positive number"),
         *(
@@ -422,8 +428,8 @@ def test_no_two_algorithms_share_a_name_in_any_spelling() -> None:
 @pytest.mark.parametrize(
     ("written", "advice"),
     [
-        ("fadamcg", " (did you mean 'fadamgc'?)"), ("Scafold", " (did you mean 'scaffold'?)"), ("fedyogi", ""),
-        ("feddyn", ""), ("FedProx", ""),
+        ("fadamcg", " (did you mean 'fadamgc'?)"), ("Scafold", " (did you mean 'scaffold'?)"), ("fednova", ""),
+        ("moon", ""), ("q-FFL", ""),
     ],
 )  # fmt: skip
 def test_an_unknown_name_gets_no_unrelated_advice(written: str, advice: str) -> None:
@@ -435,11 +441,12 @@ def test_an_unknown_name_gets_no_unrelated_advice(written: str, advice: str) -> 
 def test_steps_of_sgd_are_longer_by_default_than_those_of_adam() -> None:
     rates = {name: load_algorithm(name).lr for name in algorithm_names()}
     assert {name for name, lr in rates.items() if lr == 0.1} == {
-        "fedavg", "fedavgm", "scaffold", "scaffoldm", "fedcm", "fedadam", "fedams",
+        "fedavg", "fedavgm", "scaffold", "scaffoldm", "fedcm", "fedadam", "fedams", "fedyogi", "fedadagrad", "fedprox",
+        "feddyn",
     }  # fmt: skip
     assert rates.pop("padamfed") is None
     assert set(rates.values()) == {0.1, 1e-3}
 
 
-def test_fedavg_alone_weights_clients_by_size_by_default() -> None:
-    assert {name for name in algorithm_names() if load_algorithm(name).weights == "size"} == {"fedavg"}
+def test_fedavg_and_fedprox_weight_clients_by_size_by_default() -> None:
+    assert {name for name in algorithm_names() if load_algorithm(name).weights == "size"} == {"fedavg", "fedprox"}

@@ -32,6 +32,11 @@ OPTIONS = {
     "scaffold": [{}],
     "scaffoldm": [{}, {"beta": 0.4}, {"beta": 1.0}],
     "fedcm": [{}, {"alpha": 0.4}],
+    "fedprox": [{"weights": "size"}, {"mu": 0.4}],
+    # FedDyn has uniform weights alone
+    "feddyn": [{"weights": "uniform"}, {"weights": "uniform", "alpha": 0.7}],
+    "fedyogi": [{}, {"betas": [0.5, 0.8], "tau": 0.1}, {"betas": [0, 0]}],
+    "fedadagrad": [{}, {"beta": 0.5, "tau": 0.1}],
     "fedadam": [{}, {"betas": [0.5, 0.8], "tau": 0.1}, {"bias_correction": True}, {"betas": [0, 0]}],
     "fedams": [
         {},
@@ -39,7 +44,15 @@ OPTIONS = {
         {"floor": 1e-6, "eps": 1e-5, "option": 1},
         {"floor": 1e-6, "eps": 1e-5, "betas": [0.5, 0.8]},
     ],
-    "localadam": [{}, {"second_moment": "reset"}, {"betas": [0.5, 0], "eps": 1e-3}],
+    "localadam": [
+        {},
+        {"second_moment": "reset"},
+        {"betas": [0.5, 0], "eps": 1e-3},
+        {"amsgrad": False},
+        {"decay": "coupled"},
+        {"second_moment": "reset", "bias_correction": "local"},
+        {"second_moment": "reset", "bias_correction": "local", "amsgrad": False, "decay": "coupled"},
+    ],
     "localadamw": [{}, *({"aggregate": name} for name in ("none", "m", "v", "vm", "mean_v"))],
     "fedlada": [{}, {"alpha": 0.9, "betas": [0.5, 0.8], "eps": 0.1}],
     "padamfed": [

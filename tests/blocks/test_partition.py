@@ -81,6 +81,10 @@ def test_full_weights_have_the_blocks_counted_by_hand(family: str) -> None:
         ("gpt2", ["c_attn"], 2 + 2 * HEADS + HIDDEN, 2),
         ("llama", ["q_proj", "k_proj", "v_proj"], (2 + HEADS) + (2 + KV) + (2 + KV * HEAD_DIM), 2),
         ("qwen2", ["q_proj", "o_proj"], (2 + HEADS) + (2 + HIDDEN), 2),
+        ("bert", ["intermediate.dense"], 2 + MLP, 2 + 1),
+        ("gpt2", ["c_fc", "mlp.c_proj"], (2 + 4 * HIDDEN) + (2 + HIDDEN), 2),
+        ("llama", ["gate_proj", "up_proj", "down_proj"], 2 * (2 + MLP) + (2 + HIDDEN), 2),
+        ("distilbert", ["lin1", "lin2"], (2 + MLP) + (2 + HIDDEN), (HIDDEN + 1) + (2 + 1)),
     ],
 )
 def test_lora_weights_have_the_blocks_counted_by_hand(family: str, targets: list[str], a_layer: int, head: int) -> None:

@@ -71,6 +71,20 @@ def test_fused_projection_under_lora() -> None:
     check_block(bp, fused, (96, 4), 95, f"{name} value row 31")
 
 
+def test_mlps_under_lora() -> None:
+    """Phi-3's gate and up fused, and its down projection; GPT-2's, whose base is stored [in, out]."""
+    phi = tf.AutoModel.from_config(tf.Phi3Config(**SMALL, num_key_value_heads=2, intermediate_size=48, pad_token_id=0))
+    bp = partition(lora(phi, ["gate_up_proj", "down_proj"]))
+    assert bp.num_blocks == 2 * ((4 + 96) + (4 + 32))
+    name = "layers.1.mlp.gate_up_proj"
+    check_block(bp, f"{name}.lora_B.default.weight", (96, 4), 50, f"{name}.lora_B row 50")
+    check_block(bp, f"{name}.lora_A.default.weight", (4, 32), 3, f"{name}.lora_A row 3")
+    bp = partition(lora(build("gpt2"), ["c_fc", "mlp.c_proj"]))
+    name = "transformer.h.1.mlp.c_fc"
+    check_block(bp, "h.1.mlp.c_fc.lora_B.default.weight", (128, 4), 100, f"{name}.lora_B row 100")
+    check_block(bp, "h.1.mlp.c_proj.lora_A.default.weight", (4, 128), 1, "transformer.h.1.mlp.c_proj.lora_A row 1")
+
+
 def test_fused_linear_projections_under_lora() -> None:
     """Phi-3's with grouped queries; GPT-NeoX's head by head."""
     phi = tf.AutoModel.from_config(tf.Phi3Config(**SMALL, num_key_value_heads=2, intermediate_size=48, pad_token_id=0))

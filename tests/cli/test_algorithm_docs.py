@@ -65,12 +65,48 @@ def test_bytes_of_a_round(name: str, down: int, up: int) -> None:
     assert (sent.bytes_down, sent.bytes_up) == (4 * 4 * down, 4 * up)
 
 
+@pytest.mark.parametrize("name", ["fadamgc", "fa_nt", "scaffold"])
+def test_tracking_costs_three_vectors_and_the_tracked_share(name: str) -> None:
+    """3 + T/S, as GC's Table 7 over its Table 2 gives: 3.5 at T = S/2."""
+    footprint = entry(name).footprint
+    assert footprint.cells()[2:4] == ["2 d", "d + T/S d"]
+    sent = footprint.traffic(SCALE)
+    assert (sent.bytes_down + sent.bytes_up) / (4 * SCALE.dim * SCALE.sampled) == 3 + SCALE.tracked / SCALE.sampled
+    assert "3 + T/S" in markdown()
+    assert "2 + 2 T/S" not in markdown()
+
+
+def test_departures_from_the_papers_are_marked() -> None:
+    """Each with the words of its reason, in the section of its algorithm or before all of them."""
+    sections = markdown().split("\n## ")[1:]
+    text = {section.partition("\n")[0]: " ".join(section.split()) for section in sections}
+    marked = {
+        "fadamgc": ["eps is added to the root", "clients keep v_i and vhat_i", "y_i starts at 0"],
+        "fa_nt": ["eps is added to the root", "clients keep v_i and vhat_i", "K eta is the sum of the rates"],
+        "localadam": ["eps is added to the root", "v_i and vhat_i persist"],
+        "localadamw": ["the weights decay", "K in t' is the most steps"],
+        "fedadamw": ["the weights decay", "the second moment, which is carried over", "K in t' is the most steps"],
+        "fedadam": ["no bias correction", "v starts at 0"],
+        "fedams": ["the floor holds under both options"],
+        "fedlada": ["beta2 is 0.99"],
+        "fedavgm": ["eta_g multiplies D"],
+        "scaffold": ["K eta in c_i' is the sum of the rates"],
+        "padamfed": ["K in the default formulas"],
+        "Choices": ["dropout of attention probabilities is off", "LoRA's matrices, biases and fused layers"],
+    }
+    for name, choices in marked.items():
+        for choice in choices:
+            after_marks = text[name].split("*choice*")[1:]
+            assert any(choice in part for part in after_marks), f"{name}: {choice}"
+
+
 def test_variants_are_the_settings_that_change_what_is_sent_or_kept() -> None:
     variants = {name: set(entry(name).variants) for name in algorithm_names() if entry(name).variants}
     assert variants == {
-        "localadam": {"second_moment: reset"},
+        "fa_nt": {"form: one_vector"},
+        "localadam": {"second_moment: reset", "amsgrad: false"},
         "localadamw": {f"aggregate: {name}" for name in ("m", "v", "vm", "mean_v")},
-        "fadamgc": {"local: rmsprop", "local: adamw"},
+        "fadamgc": {"local: rmsprop"},
         "fedadamw": {"aggregate_v: false"},
     }
     assert entry("localadamw").variants["aggregate: vm"].up_text() == "3 d"
@@ -84,7 +120,7 @@ def test_describe_prints_equations_settings_and_traffic() -> None:
         "fadamgt, fedit_adamgt",
         "b1, b2   [0.9, 0.99]",
         "2 d    d + T/S d",
-        "local: adamw",
+        "local: rmsprop",
         "32 kB down and 24 kB up",
     ):
         assert expected in "\n".join(line.rstrip() for line in text.splitlines()) + "\n", expected

@@ -61,3 +61,28 @@ def test_an_unknown_attention_is_an_error_or_one_block_a_weight(
 def test_a_rank_that_does_not_fit_names_the_option(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["blocks", str(folders / "vit"), "--rank", "33"]) == 2
     assert "--rank: found 33, expected 1 to 32" in capsys.readouterr().err
+
+
+def test_the_roles_that_get_an_adapter(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: A by row, B of query and key by head, B of all others by row."""
+    assert main(["blocks", str(folders / "vit"), "--rank", "2", "--targets", "all-linear"]) == 0
+    *_, total = capsys.readouterr().out.strip().splitlines()
+    assert int(total.split()[3]) == 2 * (2 + 4) + 2 * (2 + 32) + (2 + 48) + (2 + 32)
+    assert main(["blocks", str(folders / "vit"), "--rank", "2", "--targets", "mlp_in,query"]) == 0
+    *_, total = capsys.readouterr().out.strip().splitlines()
+    assert int(total.split()[3]) == (2 + 48) + (2 + 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "said"),
+    [
+        ("vit", "quary", "--targets: found unknown quary, expected some of: query, key"),
+        ("vit", "mlp_gate,query", "lora.targets: found mlp_gate, but model"),
+        ("mixtral", "all-linear", "layers.0.mlp.experts (MixtralExperts) has the weights of its experts in one tensor"),
+    ],
+)
+def test_roles_that_cannot_be_had(
+    name: str, roles: str, said: str, folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["blocks", str(folders / name), "--targets", roles]) == 2
+    assert said in capsys.readouterr().err

@@ -39,7 +39,12 @@ def recipe(tiny: Path) -> str:
         (["algorithm.lrr=1"], "did you mean 'lr'?"),
         (["lora.rank=0"], "rank"),
         (["lora.rank=4096"], "rank"),
-        (["lora.targets=[quary]"], "quary"),
+        (["lora.targets=[quary]"], "lora.targets: found unknown quary, expected some of: query, key"),
+        (
+            ["lora.targets=[mlp_gate]"],
+            "(BertForSequenceClassification) has none; it has query, key, value, output",
+        ),
+        (["lora.targets=[all-linear, key]"], "lora.targets: found all-linear beside key"),
         (["data.train=nowhere.csv"], "nowhere.csv"),
         (["data.label=labl"], "did you mean 'label'?"),
         (["data.text=[txet]"], "txet"),

@@ -23,7 +23,9 @@ GLUE = ("cola", "rte", "sst2", "qqp", "mrpc", "qnli", "mnli")
 
 def test_the_recipes_are_all_here() -> None:
     families = {f"{task}_{model}" for task in GLUE for model in ("roberta", "minilm")}
-    families |= {f"{task}_gpt2" for task in ("20news", "qqp", "qnli", "sst2")} | {"20news_minilm"}
+    gpt2 = ("20news", "qqp", "qnli", "sst2")
+    families |= {f"{task}_gpt2" for task in gpt2} | {f"{task}_gc_minilm" for task in (*gpt2, "bbcnews")}
+    families |= {"20news_minilm", "bbcnews_minilm"}
     single = {"quickstart", "qqp_fadamgc", "20news_fadamgc"}
     single |= {f"sst2_{name}" for name in ("fadamgc", "fedadamw", "localadam", "localadamw")}
     assert {path.stem for path in RECIPES} == families | single
@@ -172,6 +174,8 @@ def test_mistakes_in_the_table_of_algorithms_are_named(tmp_path: Path, table: st
             r"r.yaml: federation.min_clients: found 11, expected at most clients_per_round=10, of 100 clients",
         ),
         ("eval.target={accuracy: 80}", r"eval.target: found accuracy: 80, expected at most 1"),
+        ("eval.target={eval_loss: -0.1}", r"eval.target: found eval_loss: -0.1, expected at least 0"),
+        ("costs.seconds_per_step=0", r"costs.seconds_per_step: found 0.0, expected a positive number"),
         ("eval.stop_at_target=true", r"eval.stop_at_target: found true without a target"),
         ("federation", r"override 'federation': expected section.key=value"),
         ("federation=3", r"federation: found 3, expected keys and values"),

@@ -42,10 +42,11 @@ def test_top_level_keys_for_anchors_are_ignored(tmp_path: Path) -> None:
 def test_a_recipe_may_come_from_a_pipe_and_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, SMALL, "base.yaml")
     monkeypatch.chdir(tmp_path)
-    reading, writing = os.pipe()
-    os.write(writing, b"extends: base.yaml\nlora: {rank: 3}\n")
-    os.close(writing)
-    try:
-        assert [load_recipe(f"/dev/fd/{reading}").lora.rank for _ in range(2)] == [3, 3]
-    finally:
-        os.close(reading)
+    for rank in (3, 5):  # the second pipe has the path of the first
+        reading, writing = os.pipe()
+        os.write(writing, b"extends: base.yaml\nlora: {rank: %d}\n" % rank)
+        os.close(writing)
+        try:
+            assert [load_recipe(f"/dev/fd/{reading}").lora.rank for _ in range(2)] == [rank, rank]
+        finally:
+            os.close(reading)

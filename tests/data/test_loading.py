@@ -15,7 +15,7 @@ from repository import REPO
 
 from fedllm.common.errors import UserError
 from fedllm.common.seeding import numpy_rng
-from fedllm.data.known_datasets import KNOWN_DATASETS, strip_newsgroups
+from fedllm.data.known_datasets import KNOWN_DATASETS, NEWSGROUP_PARTS, strip_newsgroups
 from fedllm.data.loading import Split, load_dataset
 from fedllm.data.settings import DataSettings
 from fedllm.data.tables import Table
@@ -531,11 +531,34 @@ def test_progress_is_told(tmp_path):
     assert told == [("reading the train split", 0, 2), ("reading the validation split", 1, 2)]
 
 
-def test_newsgroup_messages_lose_headers_quotes_and_signatures():
-    raw = "From: a@b.c\nSubject: x\n\nIn article <1> d@e.f writes:\n> quoted\nMy words\nFrom: here\n\n--\nsignature\n"
-    assert strip_newsgroups([raw, raw]) == ["My words\nFrom: here\n"] * 2
+MESSAGE = "From: a@b.c\nSubject: x\n\nIn article <1> d@e.f writes:\n> quoted\nMy words\nFrom: here\n\n--\nsignature\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "left"),
+    [
+        (["headers", "footers", "quotes"], "My words\nFrom: here\n"),
+        ([], MESSAGE),
+        (["headers"], MESSAGE.partition("\n\n")[2]),
+        (["quotes", "headers"], "My words\nFrom: here\n\n--\nsignature\n"),
+    ],
+)
+def test_parts_of_newsgroup_messages_are_removed(parts, left):
+    assert strip_newsgroups([MESSAGE, MESSAGE], parts) == [left] * 2
+
+
+def test_newsgroup_messages_that_are_stripped_already():
     stripped = ["My words\n\nand more", "From: here"]
-    assert strip_newsgroups(stripped) == stripped
+    assert strip_newsgroups(stripped, NEWSGROUP_PARTS) == stripped
+    with pytest.raises(UserError, match=r"data.strip: found \['quotes'\], which keeps headers, footers, but this copy"):
+        strip_newsgroups(stripped, ["quotes"])
+
+
+def test_strip_is_for_texts_with_known_parts():
+    with pytest.raises(
+        UserError, match=r"data.strip=\['quotes'\]: found data set 'glue/sst2', expected .* 20newsgroups"
+    ):
+        load_dataset(DataSettings(name="glue/sst2", strip=["quotes"]))
 
 
 def test_columns_are_checked_as_a_whole():

@@ -32,6 +32,7 @@ def one(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_recipe(tiny / "recipe.yaml", [*OVERRIDES, "run.shares=2"], tmp_path_factory.mktemp("one") / "run").folder
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_bits_of_one(tiny: Path, tmp_path: Path, one: Path) -> None:
     """FAdamGC over four rounds, its start from full gradients included; state, metrics and evaluation too. Then one
     process goes on from a checkpoint of two."""

@@ -17,7 +17,7 @@ from repository import REPO
 from fedllm import load_recipe
 from fedllm.cli.commands import _parser, main
 
-GUIDES = ["recipes", "your_data", "sweeps", "many_processes", "memory", "blocks"]
+GUIDES = ["recipes", "your_data", "after_a_run", "sweeps", "many_processes", "memory", "blocks"]
 PAGES = ["README.md", "docs/get_started.md", *(f"docs/guides/{name}.md" for name in GUIDES)]
 TEXTS = {page: (REPO / page).read_text(encoding="utf-8") for page in PAGES}
 TEXT = "\n".join(TEXTS.values())
@@ -30,14 +30,14 @@ def blocks(language: str, text: str = TEXT) -> list[str]:
 LINES = [line for block in blocks("sh") for line in block.splitlines()]
 COMMANDS = list(dict.fromkeys(line.removesuffix(" --dry-run") for line in LINES))  # the test adds it to all
 MADE = re.findall(r"^ {4}(make [^#\n]*[^#\s])", TEXT, flags=re.MULTILINE)
-ADAPTER = [code for code in blocks("python") if "runs/mine/adapter" in code]
+ADAPTER = [code for code in blocks("python") if "runs/mine" in code]
 
 
 def test_the_pages_have_what_this_file_tests() -> None:
     assert len(blocks("python", TEXTS["README.md"])) == 3
     assert len(COMMANDS) >= 20
-    assert len(ADAPTER) == 3
-    assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [1, 0, 1, 1, 1, 0, 0, 0]
+    assert len(ADAPTER) == 5
+    assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [1, 0, 1, 1, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("command", dict.fromkeys([*MADE, "make docs", "make gpu-bench", "make lint"]))
@@ -86,9 +86,12 @@ def test_the_loop_over_blocks_learns_and_is_adam_with_a_block_per_coordinate() -
 
 @pytest.fixture(scope="module")
 def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run at runs/mine."""
+    """A folder with a finished run at runs/mine, and files of texts."""
     folder = tmp_path_factory.mktemp("pages")
     assert main(["run", str(tiny / "recipe.yaml"), f"run.dir={folder}/runs/mine", "federation.rounds=1"]) == 0
+    assert main(["export", str(folder / "runs" / "mine"), "--merge"]) == 0
+    shutil.copy(tiny / "validation.csv", folder / "texts.csv")
+    shutil.copy(tiny / "validation.csv", folder / "labelled.csv")
     return folder
 
 
@@ -111,6 +114,7 @@ def test_recipe_that_extends_another(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "longer.yaml").federation.rounds == yaml.safe_load(code)["federation"]["rounds"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are dry, reports are of a tiny run; launchers have tests of their own in tests/cli and tests/distributed.
@@ -144,6 +148,8 @@ def test_command(command: str, run: Path, tmp_path: Path, monkeypatch: pytest.Mo
     if words[0] == "hessian":
         monkeypatch.setattr("fedllm.studies.hessian.PROBE", 1)
         words += ["--model", "mlp", "--rounds", "1"]
+    if words[0] in ("evaluate", "predict", "export"):
+        words = [str(run / word) if word in ("runs/mine", "texts.csv", "labelled.csv") else word for word in words]
     if words[0] == "report":
         words = [str(run / "runs" / "mine") if word == "runs/*" else word for word in words]
         words += ["--out", str(tmp_path / "report")]

@@ -331,6 +331,7 @@ def test_tune_writes_the_fastest_into_the_recipe_and_changes_no_result(
     assert_close(tuned.folder, plain.folder)
 
 
+@pytest.mark.slow
 def test_tune_measures_and_leaves_out_what_does_not_fit(
     own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

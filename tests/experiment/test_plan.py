@@ -35,3 +35,15 @@ def test_the_plan_names_classes_and_sites_and_warns(
     assert f"classes with one sample only: '{'x' * 37}...'" in said
     assert "texts that have different labels in different rows: 1" in said
     assert "cat the" not in said, "the plan shows no text"
+
+
+def test_the_plan_states_the_share_of_trained_weights(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """BERT of two layers of width 32: LoRA of rank 2 on six linear layers each, and a head of two classes."""
+    dry_run(load_recipe(tiny / "recipe.yaml", ["lora.targets=all-linear"]))
+    said = " ".join(capsys.readouterr().out.split())
+    trained = 2 * 2 * (4 * (32 + 32) + 2 * (32 + 48)) + 2 * 33
+    layer = 4 * (32 * 32 + 32) + (32 * 48 + 48) + (48 * 32 + 32) + 2 * 2 * 32
+    frozen = (32 + 64 + 2) * 32 + 2 * 32 + 2 * layer + (32 * 32 + 32) + 2 * 33  # the last is the head as it was before
+    assert (
+        f"trainable parameters {trained:,}, {trained / (frozen + trained):.2%} of all (LoRA rank 2 on all-lin" in said
+    )

@@ -443,13 +443,24 @@ def test_run_stops_at_the_target_when_asked(tiny: Path, tmp_path: Path) -> None:
     assert (result["rounds"], result["rounds_to_target"]) == (1, 1)
 
 
-def test_a_run_stops_at_a_target_of_the_loss_which_it_reaches_from_above(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_stops_at_a_target_of_the_loss_which_it_reaches_from_above(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = ["federation.rounds=2", "eval={target: {eval_loss: 100}, stop_at_target: true}"]
     run = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / "early")
     assert (run.result["rounds"], run.result["rounds_to_target"]) == (1, 1)
     assert load_run(run.folder).result["target"] == {"eval_loss": 100}
+    assert "not reached" not in capsys.readouterr().out
     missed = run_recipe(tiny / "recipe.yaml", [*overrides, "eval.target={eval_loss: 0.001}"], tmp_path / "late")
+    best = missed.result["best"]["eval_loss"]
+    expected = f"not reached in 2 rounds: eval_loss=0.001, the best was {best['value']:.4f} in round {best['round']}"
+    assert expected in " ".join(capsys.readouterr().out.split())
     assert (missed.result["rounds"], missed.result["rounds_to_target"]) == (2, None)
+
+
+def test_a_target_in_a_metric_of_another_task_is_an_error(tiny: Path) -> None:
+    with pytest.raises(UserError, match=r"eval\.target: found metric 'pearson', expected one of accuracy, "):
+        dry_run(load_recipe(tiny / "recipe.yaml", ["eval={target: {pearson: 0.5}, stop_at_target: true}"]))
 
 
 SITES = [
@@ -492,7 +503,7 @@ def test_every_algorithm_trains_a_lora_model(tiny: Path, tmp_path: Path) -> None
     from fedllm.experiment.build import assemble
 
     names = algorithm_names()
-    assert len(names) == 15
+    assert len(names) == 19
     for name in names:
         overrides = [f"algorithm={{name: {name}, lr: 1.0e-2}}", "federation.rounds=2"]
         result = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / name)
@@ -524,13 +535,14 @@ def test_quickstart_stays_under_4_gib_resident(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20  # KiB
 
 
+@pytest.mark.slow
 def test_gpt2_trains_on_real_pairs_with_the_real_tokenizer(tmp_path: Path) -> None:
     """The QQP recipe with random weights, cut down to one step: fused projection, last-token head, export."""
     hub = local_hub()
     if hub is None:
         pytest.skip("needs a local hub with GPT-2's tokenizer and QQP")
     overrides = [
-        f"run.local_hub={hub}", "model.pretrained=false", "data.max_train=200", "data.max_validation=8",
+        f"run.local_hub={hub}", "model.pretrained=false", "data.max_train=16", "data.max_validation=8",
         "federation={rounds: 1, clients_per_round: 2, tracked_per_round: null}", "local={steps: 1, batch_size: 2}",
         "data.max_length=32",
         "partition={scheme: iid, clients: 4}", "lora.rank=2",

@@ -21,7 +21,10 @@ from fedllm.models.lora import attach_lora, trainable_names
 from fedllm.models.settings import LoraSettings, ModelSettings
 from fedllm.tasks.heads import sequence_head
 
-ROLES = [["query", "value"], ["query", "key", "value"], ["value"], ["query", "value", "output"], ["output"]]
+ROLES = [
+    ["query", "value"], ["query", "key", "value"], ["value"], ["query", "value", "output"], ["output"],
+    ["mlp"], ["query", "value", "mlp_out"], ["all-linear"],
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -143,6 +146,45 @@ def test_round_trip_is_bit_exact(tiny: dict[str, str], tmp_path: Path, family: s
     assert all(torch.equal(value, values(other)[name]) for name, value in values(model).items())
     assert before == {name: parameter.data_ptr() for name, parameter in trainable(other).items()}
     assert torch.equal(logits(model), logits(other))
+
+
+LAYERED = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+           "max_position_embeddings": 64, "pad_token_id": 1}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "phi3": {"num_key_value_heads": 2}, "gpt_neox": {},
+    "albert": {"embedding_size": 16}, "deberta-v2": {}, "modernbert": {"cls_token_id": 0, "sep_token_id": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_all_linear_in_other_families(tmp_path: Path, family: str) -> None:
+    """Fused layers are adapted whole; plain PEFT and a second model give the same logits."""
+    name = save_tiny(tmp_path / "base", family, **LAYERED, **OTHERS[family])
+    lora = LoraSettings(rank=2, alpha=6.0, targets="all-linear")
+    model, other = trained(name, lora), trained(name, lora, seed=2)
+    folder = save_adapter(model, tmp_path / "adapter", name, load(name).tokenizer)
+    assert (config_of(folder)["r"], config_of(folder)["rank_pattern"]) == (2, {})
+    torch.testing.assert_close(logits(plain_peft(name, folder).eval()), logits(model), atol=1e-5, rtol=1e-5)
+    load_adapter(other, folder)
+    assert torch.equal(logits(model), logits(other))
+
+
+def test_gpt2_all_linear_is_the_adapter_that_peft_writes_itself(tiny: dict[str, str], tmp_path: Path) -> None:
+    """The fused projection is one layer of it, and an adapter of PEFT's own all-linear is read."""
+    lora = LoraSettings(rank=2, alpha=6.0, targets="all-linear")
+    config = config_of(save_adapter(trained(tiny["gpt2"], lora), tmp_path / "ours", "base"))
+    assert config["target_modules"] == ["c_attn", "c_fc", "c_proj"]
+    base = AutoModelForSequenceClassification.from_pretrained(tiny["gpt2"], num_labels=3)
+    base.config.pad_token_id = 2
+    settings = LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=6, target_modules="all-linear", fan_in_fan_out=True)
+    theirs = get_peft_model(base, settings).eval()
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.3)
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    model = trained(tiny["gpt2"], lora)
+    load_adapter(model, tmp_path / "theirs")
+    torch.testing.assert_close(logits(model), logits(theirs), atol=1e-5, rtol=1e-5)
 
 
 def test_folder_holds_what_peft_writes_and_the_labels(tiny: dict[str, str], tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ from fedllm.blocks import partition
 from fedllm.common.errors import UserError
 from fedllm.models.loading import load_backbone
 from fedllm.models.lora import attach_lora
-from fedllm.models.outline import add_lora, highest_rank, load_outline, query_and_value
+from fedllm.models.lora_targets import find_targets
+from fedllm.models.outline import add_lora, highest_rank, load_outline
 from fedllm.models.settings import LoraSettings, ModelSettings
 from fedllm.tasks.heads import sequence_head
+
+QUERY_VALUE = ["query", "value"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -25,7 +28,7 @@ def test_an_outline_has_the_blocks_of_the_model_that_is_trained(family: str, tmp
     trained = partition(attach_lora(load_backbone(settings, sequence_head(2)), LoraSettings(rank=2)))
     outline = load_outline(name)
     assert all(parameter.is_meta for parameter in outline.parameters())
-    adapted = add_lora(outline, query_and_value(outline, name), 2)
+    adapted = add_lora(outline, find_targets(outline, name, QUERY_VALUE), 2)
     assert partition(adapted).names == trained.names
     assert partition(adapted).sizes.tolist() == trained.sizes.tolist()
 
@@ -35,7 +38,7 @@ def test_neither_weights_nor_a_tokenizer_are_read(tmp_path: Path) -> None:
                  patch_size=4, architectures=["ViTForImageClassification"]).save_pretrained(tmp_path)  # fmt: skip
     outline = load_outline(str(tmp_path))
     assert type(outline).__name__ == "ViTForImageClassification"
-    targets = query_and_value(outline, "vit")
+    targets = find_targets(outline, "vit", QUERY_VALUE)
     assert highest_rank(outline, targets) == 32
     names = partition(add_lora(outline, targets, 2)).names
     assert "classifier.weight row 1" in names
@@ -47,7 +50,7 @@ def test_the_head_of_a_language_model_stays_frozen(tmp_path: Path) -> None:
                      decoder_attention_heads=4, num_mel_bins=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
                      architectures=["WhisperForConditionalGeneration"]).save_pretrained(tmp_path)  # fmt: skip
     outline = load_outline(str(tmp_path))
-    trained = add_lora(outline, query_and_value(outline, "whisper"), 2)
+    trained = add_lora(outline, find_targets(outline, "whisper", QUERY_VALUE), 2)
     assert all("lora_" in name for name, p in trained.named_parameters() if p.requires_grad)
 
 
@@ -73,7 +76,7 @@ def test_the_whole_cause_is_told(tmp_path: Path) -> None:
                 vocab_size=32,
                 pad_token_id=0,
             ),
-            "qkv_proj is one layer for query, key and value",
+            "qkv_proj is a fused Linear",
         ),
         (tf.CTRLConfig(vocab_size=32, n_embd=32, dff=48, n_layer=1, n_head=4), "no known attention layout"),
     ],
@@ -81,4 +84,4 @@ def test_the_whole_cause_is_told(tmp_path: Path) -> None:
 def test_a_model_without_layers_for_lora_says_why(config: tf.PreTrainedConfig, reason: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=reason):
-        query_and_value(load_outline(str(tmp_path)), "x")
+        find_targets(load_outline(str(tmp_path)), "x", QUERY_VALUE)

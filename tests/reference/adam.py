@@ -8,6 +8,8 @@ from .script import divide, maximum
 def localadam(run):
     (b1, b2), eps = run.get("betas", (0.9, 0.99)), run.get("eps", 1e-8)
     persist = run.get("second_moment", "persist") == "persist"
+    amsgrad, corrected = run.get("amsgrad", True), run.get("bias_correction", "none") == "local"
+    coupled = run.get("decay", "decoupled") == "coupled"
     x, v, vhat = run.x0, run.everyone(run.zero), run.everyone(run.zero)
     for t, sampled, _ in run.rounds():
         d = {}
@@ -16,15 +18,21 @@ def localadam(run):
             vi, vhi = (v[i], vhat[i]) if persist else (run.zero, run.zero)
             for k, eta in run.steps(i, t):
                 g = run.gradient(xi, i, t, k)
+                if coupled:
+                    g = g + run.lam * xi
                 m = b1 * m + (1 - b1) * g
                 vi = b2 * vi + (1 - b2) * g**2
                 vhi = maximum(vhi, vi)
-                xi = xi - eta * (divide(m, vhi**0.5, eps) + run.lam * xi)
+                mh, vh = m, vhi if amsgrad else vi
+                if corrected:
+                    mh, vh = mh / (1 - b1**k), vh / (1 - b2**k)
+                xi = xi - eta * (divide(mh, vh**0.5, eps) + (0 if coupled else run.lam * xi))
             d[i] = xi - x
             v[i], vhat[i] = vi, vhi
         x = x + run.eta_g * run.mean(d)
         run.history.append(x)
-    run.clients = {"v": v, "vhat": vhat} if persist else {}
+    kept = {"v": v, "vhat": vhat} if amsgrad else {"v": v}
+    run.clients = kept if persist else {}
 
 
 def localadamw(run):
@@ -39,7 +47,9 @@ def localadamw(run):
                 g = run.gradient(xi, i, t, k)
                 m = b1 * m + (1 - b1) * g
                 v = b2 * v + (1 - b2) * g**2
-                mh, vh = m / (1 - b1**k), v / (1 - b2**k)
+                whole = t * run.K + k
+                mh = m / (1 - b1 ** (whole if aggregate in ("m", "vm") else k))
+                vh = v / (1 - b2 ** (whole if aggregate in ("v", "vm", "mean_v") else k))
                 xi = xi - eta * (divide(mh, vh**0.5, eps) + lam * xi)
             d[i], last_m[i], last_v[i] = xi - x, m, v
         x = x + run.eta_g * run.mean(d)
@@ -70,7 +80,7 @@ def fadamgc(run):
         d, change = {}, {}
         for i in sampled:
             xi, m, raw = x, run.zero, []
-            vi, vhi = (v[i], vhat[i]) if local != "adamw" else (run.zero, run.zero)
+            vi, vhi = v[i], vhat[i]
             for k, eta in run.steps(i, t):
                 g = run.gradient(xi, i, t, k)
                 raw.append(g)
@@ -78,12 +88,7 @@ def fadamgc(run):
                 m = b1 * m + (1 - b1) * gh
                 vi = b2 * vi + (1 - b2) * gh**2
                 vhi = maximum(vhi, vi)
-                if local == "adam":
-                    direction = divide(m, vhi**0.5, eps)
-                elif local == "rmsprop":
-                    direction = divide(gh, vi**0.5, eps)
-                else:
-                    direction = divide(m / (1 - b1**k), (vi / (1 - b2**k)) ** 0.5, eps)
+                direction = divide(gh, vi**0.5, eps) if local == "rmsprop" else divide(m, vhi**0.5, eps)
                 xi = xi - eta * (direction + run.lam * xi)
             d[i] = xi - x
             v[i], vhat[i] = vi, vhi
@@ -94,7 +99,7 @@ def fadamgc(run):
         x = x + run.eta_g * run.mean(d)
         y = y + sum(change.values()) / run.N
         run.history.append(x)
-    kept = {"adam": {"v": v, "vhat": vhat}, "rmsprop": {"v": v}, "adamw": {}}[local]
+    kept = {"v": v} if local == "rmsprop" else {"v": v, "vhat": vhat}
     run.server, run.clients = {"y": y}, {"y": yi, **kept}
 
 

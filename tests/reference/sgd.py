@@ -128,3 +128,37 @@ def padamfed(run):
         c = c + sum(change.values()) / run.N
         run.history.append(x)
     run.server, run.clients = {"c": c, "G": G}, {"c": ci}
+
+
+def fedprox(run):
+    mu = run.get("mu", 0.01)
+    x = run.x0
+    for t, sampled, _ in run.rounds():
+        d = {}
+        for i in sampled:
+            xi = x
+            for k, eta in run.steps(i, t):
+                g = run.gradient(xi, i, t, k)
+                xi = xi - eta * (g + mu * (xi - x) + run.lam * xi)
+            d[i] = xi - x
+        x = x + run.eta_g * run.mean(d)
+        run.history.append(x)
+
+
+def feddyn(run):
+    alpha = run.get("alpha", 0.1)
+    x, h, hi = run.x0, run.zero, run.everyone(run.zero)
+    for t, sampled, _ in run.rounds():
+        d = {}
+        for i in sampled:
+            xi = x
+            for k, eta in run.steps(i, t):
+                g = run.gradient(xi, i, t, k)
+                xi = xi - eta * (g - hi[i] + alpha * (xi - x) + run.lam * xi)
+            d[i] = xi - x
+        for i in sampled:
+            hi[i] = hi[i] - alpha * d[i]
+        h = h - alpha * sum(d.values()) / run.N
+        x = x + run.eta_g * run.mean(d) - h / alpha
+        run.history.append(x)
+    run.server, run.clients = {"h": h}, {"h": hi}

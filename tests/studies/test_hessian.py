@@ -16,7 +16,7 @@ from fedllm.blocks import partition
 from fedllm.cli.commands import main
 from fedllm.studies import hessian as study
 from fedllm.studies.character_models import ALPHABET, WINDOW, CharacterProblem, encode
-from fedllm.studies.hessian import block_of, checkpoints, hessian, structure
+from fedllm.studies.hessian import Magnitude, block_of, checkpoints, hessian, magnitude, structure
 
 TEXTS = [["the cat sat on the mat and the dog ran", "a big red tree"], ["blue! Is it? 42 very, very small"]]
 
@@ -93,6 +93,19 @@ def test_a_hessian_of_zeros_has_no_structure() -> None:
         structure(torch.zeros(2, 2), torch.tensor([0, 1]))
 
 
+def test_magnitude_by_hand() -> None:
+    """The eigenvalues of [[1, 2], [2, -2]] are -3 and 2."""
+    found = magnitude(torch.tensor([[1.0, 2.0], [2.0, -2.0]]))
+    assert found == Magnitude(pytest.approx(7 / 4), 2.0, pytest.approx(13**0.5), pytest.approx(3.0))
+
+
+def test_magnitude_of_a_scaled_loss_is_scaled() -> None:
+    H = random_symmetric(9)
+    once, thrice = magnitude(H), magnitude(-3 * H)
+    for name in ("mean_entry", "largest_entry", "frobenius", "eigenvalue"):
+        assert getattr(thrice, name) == pytest.approx(3 * getattr(once, name))
+
+
 # The models and their training
 
 
@@ -114,6 +127,24 @@ def test_blocks_of_the_small_transformer_are_those_of_the_rules() -> None:
         assert torch.equal(owner - owner.min(), expected.flatten()), role
 
 
+def test_smaller_initial_weights_widen_the_gap_between_query_and_value() -> None:
+    """The factor between value and query depends on the initial scale (docs/explanation/hessian.md)."""
+    p = problem("transformer")
+    windows = p.probe(2)
+    start = {name: x[0] for name, x in p.space.views(p.initial()[None]).items()}
+
+    def gap(scale: float) -> float:
+        weights = {name: scale * x if x.ndim == 2 else x for name, x in start.items()}
+        sizes = []
+        for name in (p.model.weights["value"], p.model.weights["query"]):
+            H = hessian(lambda w, name=name: p.loss({**weights, name: w}, windows), weights[name])
+            sizes.append(magnitude(H).mean_entry)
+        return sizes[0] / sizes[1]
+
+    assert gap(1) > 5
+    assert gap(0.2) > 20 * gap(1)
+
+
 def test_encode_and_windows() -> None:
     assert encode(["A-b", "c3"]).tolist() == [0, 1, 0, 2, 0, 3]
     windows = problem("mlp").probe(3)
@@ -133,7 +164,7 @@ def test_it_is_federated_training(kind: str) -> None:
 
 
 def test_checkpoints() -> None:
-    assert [checkpoints(rounds) for rounds in (1, 2, 50)] == [(0, 1), (0, 1, 2), (0, 5, 50)]
+    assert [checkpoints(rounds) for rounds in (1, 2, 50)] == [(0, 1), (0, 1, 2), (0, 5, 25, 50)]
 
 
 # The command
@@ -152,6 +183,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
         (t, role) for t in (0, 1, 2) for role in ("embedding", "hidden", "output")
     ]
     assert all(0 < m["inside"] <= 1 and m["ratio"] == m["inside"] / m["random"] for m in maps)
+    assert all(0 < m["mean_entry"] <= m["largest_entry"] <= m["eigenvalue"] <= m["frobenius"] for m in maps)
+    assert f"{maps[0]['mean_entry']:.1e}" in shown
 
 
 @pytest.mark.parametrize(

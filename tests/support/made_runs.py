@@ -9,6 +9,7 @@ import yaml
 from fedllm.config.recipe import load_recipe
 from fedllm.reporting.groups import group_runs
 from fedllm.reporting.summary import summarise
+from fedllm.results.format import COSTS
 from fedllm.results.reader import read_runs
 
 SCORES = (0.5, 0.7, 0.9, 0.8)
@@ -71,8 +72,7 @@ def make_run(
             "rejected": sum(len(line["rejected"]) for line in lines),
             "machine": {"precision": precision} if precision else {},
             "versions": {"fedllm": version} if version else {},
-            "totals": {"bytes_up": 1000 * len(lines), "bytes_down": 500 * len(lines), "seconds": 2.0 * len(lines),
-                       "simulated_seconds": simulated * len(lines)},
+            "totals": {name: sum(line[name] for line in lines) for name in COSTS},
         }  # fmt: skip
         for name, cost in (start or {}).items():
             result["totals"][name] += cost

@@ -106,6 +106,7 @@ def test_a_sweep_is_its_runs_and_their_table(
     assert "lr=0.02" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_best_trial_of_each_case_is_run_in_full(tiny: Path, tmp_path: Path) -> None:
     grid = write(
         tmp_path,

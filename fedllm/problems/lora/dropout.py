@@ -65,6 +65,11 @@ class Dropout:
         stays = h.view(torch.int16)[..., : x.shape[-1]] >= threshold - 32768
         return x * (stays * (65536 / (65536 - threshold))).to(x.dtype)
 
+    @property
+    def rows(self) -> int:
+        """Rows of the pass."""
+        return len(self._keys if self._sample is None else self._sample)
+
     @cached_property
     def _of_samples(self) -> Tensor:
         """[layers, N]."""

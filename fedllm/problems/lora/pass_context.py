@@ -28,6 +28,14 @@ class Pass:
     mask: Tensor | None = None
     uses: Counter[int] = field(default_factory=Counter)
 
+    def by_rows(self, x: Tensor) -> Tensor:
+        """The tokens [rows, L, F] that an adapter reads, also from a model that lays them end to end, [rows * L, F].
+
+        A pass of one sample per row without dropout does not depend on the rows, and gets x as it is.
+        """
+        rows = sum(self.packed.counts) if self.packed else self.dropout.rows if self.dropout else 0
+        return x.reshape(rows, -1, x.shape[-1]) if rows and x.dim() == 2 else x
+
     def drop(self, x: Tensor, rate: float, layer: int) -> Tensor:
         """Dropout of x [samples, F] or [rows, L, F] by the layer of this number, and one more use of that layer."""
         if self.dropout is None:

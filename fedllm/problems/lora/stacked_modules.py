@@ -59,14 +59,19 @@ class StackedLora(StandIn, LoraLayer):
         self.rate = float(getattr(original.lora_dropout[adapter], "p", 0.0))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x [rows, L, in] of all clients, one client after the other; returns [rows, L, out]."""
+        """x [rows, L, in] of all clients, one client after the other; returns [rows, L, out].
+
+        Tokens that the model lays end to end, [rows * L, in], give [rows * L, out].
+        """
         frozen: Tensor = self.base_layer(x, *args, **kwargs)
         now = self.context.current
         A, B = (now.parameters[name] for name in self.names)
+        x = now.by_rows(x)
         h, packed = now.drop(x, self.rate, self.number).to(A.dtype), now.packed
         if packed is not None and not packed.equal:
             tokens = [count * x.shape[1] for count in packed.counts]
-            return ragged_lora(h.flatten(0, 1), frozen.flatten(0, 1), A, B, tokens, self.scale).view_as(frozen)
+            flat = frozen.reshape(-1, frozen.shape[-1])
+            return ragged_lora(h.flatten(0, 1), flat, A, B, tokens, self.scale).view_as(frozen)
         h = h.reshape(len(A), -1, h.shape[-1])
         out = frozen.reshape(len(B), -1, frozen.shape[-1])
         # One fused operation: frozen + scale * (h A') B'

@@ -32,15 +32,17 @@ def step(job: Job) -> tuple[Tensor, Tensor]:
     return job.problem.loss_and_gradient(X, [0, 1, 2], 0, 0)
 
 
+@pytest.mark.parametrize("targets", ["[query, value]", "all-linear"])
 @pytest.mark.parametrize("slices", ["auto", "2"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_bits_from_fewer_bytes(tiny: Path, tmp_path: Path, family: str, slices: str) -> None:
+def test_the_same_bits_from_fewer_bytes(tiny: Path, tmp_path: Path, family: str, slices: str, targets: str) -> None:
     name = save_tiny(tmp_path / family, family)
-    plain = job(tiny, name, f"run.slices={slices}")
+    settings = (f"run.slices={slices}", f"lora.targets={targets}")
+    plain = job(tiny, name, *settings)
     loss, gradient = step(plain)
     kept = plain.problem.token_bytes
     plain.problem.release()
-    saving = job(tiny, name, f"run.slices={slices}", "run.gradient_checkpointing=true")
+    saving = job(tiny, name, *settings, "run.gradient_checkpointing=true")
     runs = counted(saving.model)
     same_loss, same_gradient = step(saving)
     assert torch.equal(loss, same_loss)

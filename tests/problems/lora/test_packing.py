@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,19 +113,34 @@ def drawn(split: Split, *_: object) -> Tokens:
 EXPECTED = {
     "bert": PackedFormat(False, 0), "roberta": PackedFormat(False, 2), "distilbert": PackedFormat(False, 0),
     "gpt2": PackedFormat(True, 0), "llama": PackedFormat(True, 0), "qwen2": PackedFormat(True, 0),
+    "opt": PackedFormat(True, 0), "phi3": PackedFormat(True, 0),
 }  # fmt: skip
 
 
+SMALL = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 64, "pad_token_id": 1,
+}  # fmt: skip
+OTHERS = {
+    "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},  # its MLP has all tokens end to end
+    "phi3": {**SMALL, "num_key_value_heads": 2},
+}
+
+
 @pytest.mark.parametrize("equal", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [*itertools.product(FAMILIES, ["[query, value]", "all-linear"]), ("opt", "mlp"), ("phi3", "all-linear")],
+)
 def test_packed_rows_give_the_gradients_of_padded_ones(
-    tiny: Path, tmp_path: Path, family: str, equal: bool, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, family: str, targets: str, equal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout and clients of unequal batches, in passes of all clients and of one; full gradients too."""
     # Qwen's tokenizer knows no word of the tiny vocabulary.
     monkeypatch.setattr("fedllm.tasks.sequence_classification.tokenize", drawn)
-    model = f"model.name={save_tiny(tmp_path / family, family)}"
-    padded, packed = job(tiny, model, "run.slices=1").problem, job(tiny, model).problem
+    name = save_tiny(tmp_path / family, family, **OTHERS.get(family, {}))
+    settings = (f"model.name={name}", f"lora.targets={targets}")
+    padded, packed = job(tiny, *settings, "run.slices=1").problem, job(tiny, *settings).problem
     assert isinstance(packed.rows, PackedRows)
     assert (padded.packed, packed.rows.format) == (False, EXPECTED[family])
     packed.rows = replace(packed.rows, equal=equal)

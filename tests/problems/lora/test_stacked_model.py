@@ -21,19 +21,40 @@ ALBERT = {
     "hidden_size": 32, "embedding_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 64, "pad_token_id": 1,
 }  # fmt: skip
+SMALL = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 64, "pad_token_id": 1,
+}  # fmt: skip
+OTHERS = {
+    "albert": ALBERT,
+    "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32},  # its MLP has all tokens end to end
+    "phi3": {**SMALL, "num_key_value_heads": 2},  # query, key and value fused; up and gate fused
+    "gpt_neox": SMALL,
+    "electra": {**SMALL, "embedding_size": 16},
+    "deberta": {**SMALL, "relative_attention": True, "pos_att_type": "p2c|c2p", "max_relative_positions": 8},
+    "deberta-v2": SMALL,
+    "mistral": {**SMALL, "num_key_value_heads": 2},
+}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),
     ("albert", ALBERT),
     ("gpt2", {"targets": ["output"]}),
     ("llama", {"quantize": "4bit"}),
     ("bert", {"quantize": "8bit"}),
+    *((family, {"targets": ["all-linear"]}) for family in FAMILIES),
+    *((family, {"targets": ["all-linear"], **settings}) for family, settings in OTHERS.items()),
+    ("gpt2", {"targets": ["query", "key", "value", "mlp"]}),
+    ("llama", {"targets": ["mlp_gate"]}),
+    ("llama", {"targets": ["all-linear"], "quantize": "4bit"}),
+    ("gpt2", {"targets": ["all-linear"], "quantize": "8bit"}),
 ]
 
 
-NAMES = [*FAMILIES, "albert", "gpt2-output", "llama-4bit", "bert-8bit"]
+def named(family: str, settings: dict[str, Any]) -> str:
+    return "-".join([family, *settings.get("targets", ()), *filter(None, [settings.get("quantize")])])
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=NAMES)
+@pytest.fixture(scope="module", params=MODELS, ids=[named(*each) for each in MODELS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model without dropout."""
     family, settings = request.param

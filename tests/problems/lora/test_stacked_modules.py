@@ -101,6 +101,28 @@ def test_only_the_adapters_input_is_dropped() -> None:
     torch.testing.assert_close(found, layer.base_layer(x) + 1.5 * dropped @ A[0].T @ B[0].T)
 
 
+@pytest.mark.parametrize("counts", [None, [1, 3, 2], [2, 2, 2]])
+@pytest.mark.parametrize("drops", [False, True])
+def test_tokens_laid_end_to_end_are_computed_as_in_rows(counts: list[int] | None, drops: bool) -> None:
+    """As OPT's MLP has them: one sample per row, packed rows that differ in number, and packed rows as many each."""
+    layer, context = lora_layer(nn.Linear(6, 4)), PassContext()
+    stacked = StackedLora(layer, context, "layer", number=0)
+    A, B, x = normal(CLIENTS, 2, 6), normal(CLIENTS, 4, 2), normal(6, 5, 6)
+    keys, packed, where = torch.arange(6, dtype=torch.int32), None, ()
+    if counts is not None:
+        sample, position = torch.arange(6)[:, None].expand(6, 5), torch.arange(5).expand(6, 5)
+        packed, where = Packed({}, sample, position, torch.zeros(6), counts, causal=False), (sample, position)
+    found = []
+    for tokens in (x, x.flatten(0, 1)):
+        dropout = Dropout(keys, 1, *where) if drops else None
+        with context.run(Pass(dict(zip(stacked.names, (A, B), strict=True)), dropout, packed)):
+            found.append(stacked(tokens))
+    assert found[1].shape == (30, 4)
+    assert torch.equal(found[0].flatten(0, 1), found[1])
+    if drops:
+        assert not torch.allclose(found[0].flatten(0, 1), each_clients_own(layer, x, A, B).flatten(0, 1))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(2 * CLIENTS, 6), (2 * CLIENTS, 5, 6)])
 def test_stacked_linear_is_each_clients_linear(bias: bool, shape: tuple[int, ...]) -> None:

@@ -1,0 +1,116 @@
+"""Evaluates the model of a run, on the run's own validation split or on a labelled file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
+
+from fedllm.common.console import say_all, stage
+from fedllm.common.errors import UserError
+from fedllm.config.own_files import require_own_files
+from fedllm.data.known_datasets import label_column
+from fedllm.data.labels import encode_as
+from fedllm.data.loading import Split, load_dataset
+from fedllm.data.table_paths import require_table
+from fedllm.data.tables import read_table
+from fedllm.experiment.inference import Inference
+from fedllm.experiment.sample_columns import text_columns
+from fedllm.experiment.trained import TrainedRun, load_trained
+
+
+@dataclass(frozen=True)
+class RunEvaluation:
+    """The scores of a run's model. round: after which round. data: the file, or "validation split".
+
+    scores: the loss and the task's scores by name; None where one is not finite.
+    """
+
+    run: Path
+    round: int
+    data: str
+    samples: int
+    scores: dict[str, float | None]
+
+    def __str__(self) -> str:
+        return f"{self.run} after round {self.round}, on {self.data}: {self.samples:,} samples"
+
+    def table(self) -> Table:
+        """The scores as a table for the terminal."""
+        made = Table("score", Column("value", justify="right"), box=SIMPLE_HEAD)
+        for name, value in self.scores.items():
+            made.add_row(name, "-" if value is None else f"{value:.4f}")
+        return made
+
+    def to_json(self) -> dict[str, Any]:
+        """As `fedllm evaluate --out` writes it."""
+        return {
+            "run": str(self.run),
+            "round": self.round,
+            "data": self.data,
+            "samples": self.samples,
+            "scores": self.scores,
+        }
+
+
+def evaluate_run(
+    folder: str | Path,
+    file: str | Path | None = None,
+    *,
+    text: Sequence[str] | None = None,
+    label: str | None = None,
+    round: int | None = None,
+) -> RunEvaluation:
+    """Evaluates the adapter of a run's newest checkpoint, or of `round`; the same as `fedllm evaluate`.
+
+    file: labelled samples (CSV, JSON lines or parquet, or a folder with a folder of texts per class); None for the
+    run's own validation split, which gives the scores of its result.json up to rounding. text, label: the file's
+    columns, by default those of the run's own data.
+    Raises UserError: no run with a checkpoint, another validation split than the run's, a file without these columns,
+    labels that the model does not know.
+    """
+    if file is None and (text or label):
+        raise UserError("--text and --label name columns of a file: found none, expected fedllm evaluate RUN FILE")
+    if file is not None:
+        require_table(Path(file), folder=True)
+    run = load_trained(folder, round)
+    split, notes = _own_split(run) if file is None else _read_split(run, Path(file), text, label)
+    say_all(notes, ())
+    model = Inference(run)
+    with stage("evaluating", at_once=True):
+        tokens = model.tokens(split)
+        scores = run.task.evaluate(model.outputs(tokens), tokens.targets)
+    finite = {name: value if math.isfinite(value) else None for name, value in scores.items()}
+    return RunEvaluation(run.folder, run.round, "validation split" if file is None else str(file), len(split), finite)
+
+
+def _own_split(run: TrainedRun) -> tuple[Split, tuple[str, ...]]:
+    """The run's validation split. Raises UserError if it is not what the run was evaluated on."""
+    recipe = run.recipe
+    require_own_files(recipe)
+    dataset = load_dataset(recipe.data, recipe.run.local_hub)
+    found, before = dataset.validation.fingerprint(), run.data.get("validation")
+    if dataset.classes != run.task.classes or (before is not None and found != before):
+        raise UserError(
+            f"{run.folder}: the data are not what they were: the run was evaluated on another validation split "
+            f"(sha256 {str(before)[:12]}, now {found[:12]}); put the data back, or name a file to evaluate on"
+        )
+    return dataset.validation, ()
+
+
+def _read_split(
+    run: TrainedRun, file: Path, text: Sequence[str] | None, label: str | None
+) -> tuple[Split, tuple[str, ...]]:
+    columns = text_columns(run.recipe, text)
+    label = label or label_column(run.recipe.data)
+    if label in columns:
+        raise UserError(f"--label={label}: is a column of text as well; expected another column")
+    table = read_table(file, text=columns, label=label)
+    texts = [table.texts(column, "--text") for column in columns]
+    labels, notes = encode_as(table, label, run.task.classes, "--label")
+    return Split(texts, labels, {}), (*table.notes, *notes)

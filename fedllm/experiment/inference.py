@@ -1,0 +1,92 @@
+"""Outputs of a run's trained model for new samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedllm.common.console import ProgressCallback
+from fedllm.common.tensors import shortest
+from fedllm.data.loading import Split
+from fedllm.data.tokenization import Tokens, send
+from fedllm.experiment.machine import Machine, find_machine
+from fedllm.experiment.trained import TrainedRun
+from fedllm.models.quantization import lower, settle
+from fedllm.problems.lora.evaluation_batches import evaluate, evaluation_batches
+
+_BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # of a batch, with padding; halved where memory gives out
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model says of n samples. values [n]: names of classes, or numbers; None where its outputs are not numbers.
+
+    probabilities [n, C]: of each class, in the order of `classes`; None if there are no classes.
+    """
+
+    values: list[str | float | None]
+    classes: tuple[str, ...]
+    probabilities: Tensor | None
+
+    def probability(self, index: int) -> list[float | None]:
+        """The probability of one class, for each sample [n]."""
+        assert self.probabilities is not None, "only classes have probabilities"
+        return [shortest(value) for value in self.probabilities[:, index].tolist()]
+
+
+class Inference:
+    """A run's trained model, ready on this machine: its GPU if it has one, in the precision of the run.
+
+    The model computes in eval mode; other samples of a batch change the outputs by rounding only.
+    """
+
+    def __init__(self, run: TrainedRun) -> None:
+        self.run = run
+        self.machine = _machine(run)
+        settle(run.model.eval(), self.machine.autocast)
+        lower(run.model, self.machine.autocast)
+        run.model.to(self.machine.device)
+        self._cuts = 1
+
+    @torch.no_grad()
+    def outputs(self, tokens: Tokens) -> Tensor:
+        """Outputs of the head [n, L], float32 on the CPU. Raises RunError where a sample alone does not fit."""
+        lengths = tokens.lengths.numpy()
+        device, autocast = self.machine.device, self.machine.autocast
+        pad_id = int(self.run.backbone.tokenizer.pad_token_id or 0)
+        precision = nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
+
+        def outputs_of(index: Tensor) -> Tensor:
+            inputs = {name: send(value, device) for name, value in tokens.rows(index, pad_id=pad_id).items()}
+            with precision:
+                found: Tensor = self.run.model(**inputs).logits
+            return found.float().cpu()
+
+        batches = evaluation_batches(lengths, _BATCH_TOKENS[device.type])
+        found, self._cuts = evaluate(outputs_of, lengths, batches, self._cuts)
+        return found
+
+    def tokens(self, split: Split, progress: ProgressCallback | None = None) -> Tokens:
+        """The samples as the run's own samples were encoded."""
+        recipe = self.run.recipe
+        return self.run.task.encode(split, self.run.backbone.tokenizer, recipe.data.max_length, progress)
+
+    def predict(self, *texts: Sequence[str]) -> Predictions:
+        """Predictions for n samples. texts: one column of n texts, or two if the run was trained on pairs."""
+        split = Split([list(column) for column in texts], np.zeros(len(texts[0]), np.int64), {})
+        outputs = self.outputs(self.tokens(split))
+        task = self.run.task
+        return Predictions(task.predictions(outputs), task.classes, task.probabilities(outputs))
+
+
+def _machine(run: TrainedRun) -> Machine:
+    """This machine, for a run that may have been trained on another one: a GPU is used if there is one."""
+    settings = run.recipe.run
+    if settings.device == "cuda":
+        settings = replace(settings, device="auto")
+    return find_machine(replace(run.recipe, run=settings))

@@ -1,0 +1,219 @@
+"""A paper's table of methods and tasks: our runs' means beside the numbers that the paper prints."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+
+from fedllm.common.console import console
+from fedllm.common.errors import RunError, UserError
+from fedllm.common.files import replace_text
+from fedllm.reporting.groups import Group
+from fedllm.reporting.quantities import NONE, ROUNDS_TO_TARGET, Quantity, costs_to_target, mean_and_deviation
+from fedllm.reporting.text_tables import in_markdown, markdown_table
+from fedllm.results.format import is_number
+from fedllm.results.names import metric_name, printable
+from fedllm.results.run_record import RunRecord
+
+SCORE, ROUNDS, MINUTES = "score", "rounds", "minutes"
+AVERAGE = "average"
+TABLE_FILES = ("table.md", "table.csv")
+_ROUNDING = 0.02  # a printed average that is further from the mean of its row is not that mean
+
+Place = tuple[str, str, str]  # method, task, quantity
+Printed = Mapping[Place, str]
+
+
+def read_printed(path: Path, quantities: Sequence[str]) -> dict[Place, str]:
+    """The cells of a CSV file with the columns task and algorithm, and some of `quantities`. Raises UserError."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: the paper's numbers cannot be read: {error}") from error
+    if not rows or not {"task", "algorithm"} <= rows[0].keys():
+        found = ", ".join(map(str, rows[0])) if rows else "no rows"
+        raise UserError(f"{path}: found {found}, expected a CSV with the columns task, algorithm, {quantities[0]}")
+    return {
+        (row["algorithm"], row["task"], quantity): printable(row[quantity])
+        for row in rows
+        for quantity in quantities
+        if row.get(quantity)
+    }
+
+
+@dataclass(frozen=True)
+class PaperTableReport:
+    """Methods by tasks, two lines per method: ours, and the paper's.
+
+    methods: stable name -> the paper's name. quantities: SCORE, or ROUNDS and MINUTES to the target. runs: the finished
+    runs of a method and a task, one per seed. averaged: the tasks of a last column with the average score; () for none.
+    """
+
+    caption: str
+    methods: Mapping[str, str]
+    tasks: Sequence[str]
+    quantities: Sequence[str]
+    runs: Mapping[tuple[str, str], Sequence[RunRecord]]
+    printed: Printed
+    averaged: Sequence[str] = ()
+    notes: Sequence[str] = field(default=())
+
+    @property
+    def headings(self) -> tuple[str, ...]:
+        """The headings of the columns."""
+        several = len(self.quantities) > 1
+        columns = [f"{task} {quantity}" if several else task for task, quantity in self._columns()]
+        return ("method", "whose", *columns)
+
+    def lines(self) -> list[tuple[str, ...]]:
+        """Two lines per method."""
+        return [
+            (name, whose, *(cell(method, task, quantity) for task, quantity in self._columns()))
+            for method, name in self.methods.items()
+            for whose, cell in (("ours", self.ours), ("paper", self._theirs))
+        ]
+
+    def ours(self, method: str, task: str, quantity: str) -> str:
+        """The mean and standard deviation over the seeds that are there; a dash where there is none."""
+        if task == AVERAGE:
+            averages = self._averages(method)
+            return mean_and_deviation(averages, 2) if averages else NONE
+        runs = self.runs.get((method, task), ())
+        return _QUANTITIES[quantity].cell(Group(task, method, [*runs])) if runs else NONE
+
+    def all_notes(self) -> list[str]:
+        """The notes, with those that follow from the runs and from the printed numbers."""
+        seeds = {tuple(run.seed for run in runs) for runs in self.runs.values() if runs}
+        said = [f"Ours: mean ± standard deviation; {_seeds_text(seeds)}."] if seeds else []
+        return [*said, *self._metrics(), *self.notes, *self._wrong_averages()]
+
+    def rich(self) -> Table:
+        """For the terminal: the table, or where that is too wide a line per task and method, of the tasks with runs."""
+        table = self._rich(self.headings, self.lines())
+        if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
+            return table
+        headings = ("task", "method", *(name for quantity in self.quantities for name in (quantity, "paper")))
+        return self._rich(headings, [line for task in self._tasks_with_runs() for line in self._task_lines(task)])
+
+    def _tasks_with_runs(self) -> list[str]:
+        found = {task for (_, task), runs in self.runs.items() if runs}
+        return [*(task for task in self.tasks if task in found), *([AVERAGE] if self.averaged and found else [])]
+
+    def _task_lines(self, task: str) -> Iterator[tuple[str, ...]]:
+        for method, name in self.methods.items():
+            pairs = ((self.ours(method, task, one), self._theirs(method, task, one)) for one in self.quantities)
+            yield (task, name, *itertools.chain.from_iterable(pairs))
+
+    def _rich(self, headings: Sequence[str], lines: Sequence[tuple[str, ...]]) -> Table:
+        table = Table(*map(escape, headings), title=escape(self.caption), title_justify="left", box=SIMPLE_HEAD)
+        for column in table.columns[2:]:
+            column.justify = "right"
+        for before, line in zip([None, *lines], lines, strict=False):
+            if before and before[0] != line[0]:
+                table.add_section()
+            table.add_row(*map(escape, line))
+        return table
+
+    def write(self, folder: Path) -> None:
+        """TABLE_FILES in `folder`: the table as Markdown with its notes, and a CSV file with a row per cell."""
+        table = markdown_table(self.headings, self.lines(), words=self.headings[:2])
+        notes = "".join(f"\n- {in_markdown(note)}" for note in self.all_notes())
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(self._csv_rows())
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / TABLE_FILES[0], f"{in_markdown(self.caption)}\n\n{table}{notes}\n")
+            replace_text(folder / TABLE_FILES[1], text.getvalue())
+        except OSError as error:
+            raise RunError(f"{folder} could not be written: {error}") from error
+
+    def _columns(self) -> list[tuple[str, str]]:
+        columns = [(task, quantity) for task in self.tasks for quantity in self.quantities]
+        return [*columns, (AVERAGE, SCORE)] if self.averaged else columns
+
+    def _theirs(self, method: str, task: str, quantity: str) -> str:
+        return self.printed.get((method, task, quantity), NONE)
+
+    def _averages(self, method: str) -> list[float]:
+        """The average score of each seed that has a score on every averaged task."""
+        scores = [{run.seed: _score(run) for run in self.runs.get((method, task), ())} for task in self.averaged]
+        seeds = sorted(set.intersection(*map(set, scores)))
+        rows = [[score for task in scores if (score := task[seed]) is not None] for seed in seeds]
+        return [fmean(row) for row in rows if len(row) == len(self.averaged)]
+
+    def _csv_rows(self) -> Iterator[tuple[str, ...]]:
+        yield ("method", "task", "quantity", "ours", "paper", "seeds")
+        for method in self.methods:
+            for task, quantity in self._columns():
+                seeds = " ".join(str(run.seed) for run in self.runs.get((method, task), ()))
+                cells = (self.ours(method, task, quantity), self._theirs(method, task, quantity))
+                yield (method, task, quantity, *cells, seeds)
+
+    def _metrics(self) -> list[str]:
+        """A note on what the scores are; [] for a table without scores or runs."""
+        tasks: dict[str, list[str]] = {}
+        for task in self.tasks if SCORE in self.quantities else ():
+            if found := [run.primary for method in self.methods for run in self.runs.get((method, task), ())]:
+                tasks.setdefault(metric_name(found[0]), []).append(task)
+        said = "; ".join(f"{metric}: {', '.join(members)}" for metric, members in tasks.items())
+        return [f"Our scores are of the last round, on the validation split, times 100. {said}."] if said else []
+
+    def _wrong_averages(self) -> list[str]:
+        """A note on the printed averages that are not the means of their rows; [] where all are."""
+        wrong: list[str] = []
+        for method, name in self.methods.items() if self.averaged else ():
+            cells = [self._theirs(method, task, SCORE) for task in (*self.averaged, AVERAGE)]
+            *row, average = map(_mean_of, cells)
+            mean = None if None in row else fmean(value for value in row if value is not None)
+            if mean is not None and average is not None and abs(mean - average) > _ROUNDING:
+                wrong.append(f"{name} {mean:.2f}")
+        said = "Printed averages that are not the means of the printed rows; these means are"
+        return [f"{said}: {', '.join(wrong)}."] if wrong else []
+
+
+def _mean_of(cell: str) -> float | None:
+    """The mean in a printed cell such as "56.12 ± 0.18"; None where it is no number."""
+    try:
+        return float(cell.partition("±")[0])
+    except ValueError:
+        return None
+
+
+def _score(run: RunRecord) -> float | None:
+    """The last value of the headline metric, times 100."""
+    value = run.result["final"].get(run.primary)
+    return 100 * value if is_number(value) else None
+
+
+def _minutes(seconds: Callable[[RunRecord], float | None]) -> Callable[[RunRecord], float | None]:
+    def value(run: RunRecord) -> float | None:
+        found = seconds(run)
+        return None if found is None else found / 60
+
+    return value
+
+
+_, _SECONDS, _ = costs_to_target()
+_QUANTITIES = {
+    SCORE: Quantity(SCORE, SCORE, 2, _score),
+    ROUNDS: ROUNDS_TO_TARGET,
+    MINUTES: replace(_SECONDS, decimals=1, value=_minutes(_SECONDS.value), whole=_minutes(_SECONDS.whole)),
+}
+
+
+def _seeds_text(seeds: set[tuple[int, ...]]) -> str:
+    if len(seeds) > 1:
+        return f"the seeds of each cell are in {TABLE_FILES[1]}"
+    (same,) = seeds
+    return f"seed{'s' * (len(same) > 1)} {', '.join(map(str, same))}"

