@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from fedllm import __version__
 from fedllm.cli import inspection, results, trained, training
-from fedllm.cli.options import CommandParser, Handler, one_speaks, speaks
+from fedllm.cli.options import CommandParser, Handler, one_speaks, speaks, under_torchrun, wait_for_the_one_that_prints
 from fedllm.common.errors import Interrupted, RunError, UserError
 
 _EXIT_CODES = """\
@@ -75,8 +75,11 @@ def _fail_files(error: OSError) -> int:
 
 
 def _fail(text: str, code: int) -> int:
-    if speaks():
-        print(f"fedllm: {text}", file=sys.stderr)
+    if not speaks():
+        if not under_torchrun():
+            return code
+        wait_for_the_one_that_prints()
+    print(f"fedllm: {text}", file=sys.stderr)
     return code
 
 

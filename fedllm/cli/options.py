@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["CommandParser"]
 
 Handler = Callable[[argparse.Namespace], int]
+_WAIT = 10.0  # seconds
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -76,8 +78,13 @@ def one_speaks() -> Iterator[None]:
         yield
         return
     silence = io.StringIO()
-    with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
-        yield
+    try:
+        with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
+            yield
+    except SystemExit as end:
+        if end.code and under_torchrun():
+            wait_for_the_one_that_prints()
+        raise
 
 
 @contextlib.contextmanager
@@ -107,3 +114,14 @@ def speaks() -> bool:
     distributed = sys.modules.get("torch.distributed")
     met = distributed is not None and distributed.is_initialized()
     return os.environ.get("RANK" if met else "LOCAL_RANK", "0") == "0"
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (accelerate starts it as well) started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def wait_for_the_one_that_prints() -> None:
+    """Called by a process that failed and does not print. torchrun ends every process as soon as one has failed, so
+    the one that prints must be the first to end. If that one has not failed, this process is still alive afterwards."""
+    time.sleep(_WAIT)

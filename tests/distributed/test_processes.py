@@ -152,6 +152,34 @@ def test_a_users_mistake_is_told_once(tiny: Path) -> None:
     assert "exitcode  : 2" in done.stderr
 
 
+@pytest.mark.parametrize("words", [["run", "missing.yaml"], ["run", "recipe.yaml", "--profle"]])
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_a_mistake_is_told_once_whichever_process_is_first(words: list[str], late: str, tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from fedllm.cli.commands import main\n"
+        f"time.sleep(2.0 * (os.environ['LOCAL_RANK'] == '{late}'))\n"
+        f"sys.exit(main({words!r}))\n"
+    )
+    done = launch(str(script))
+    assert done.returncode != 0
+    assert done.stderr.count(words[-1]) == 1
+
+
+@pytest.mark.slow
+def test_a_mistake_of_one_process_alone_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from fedllm.cli.commands import main\n"
+        "if os.environ['LOCAL_RANK'] == '0':\n"
+        "    time.sleep(30)\n"
+        "sys.exit(main(['run', 'missing.yaml']))\n"
+    )
+    assert "fedllm: missing.yaml: no such recipe file" in launch(str(script)).stderr
+
+
 @pytest.mark.slow
 def test_run_recipe_of_a_users_own_script_shares_the_work(tiny: Path, tmp_path: Path, one: Path) -> None:
     script = tmp_path / "own.py"
