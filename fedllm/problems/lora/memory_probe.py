@@ -31,7 +31,7 @@ def measure(rows: PaddedRows) -> PassMemory:
         return saved_bytes(lambda: rows.outputs_of(X, index, keys), model.model)
 
     one, two = saved(1), saved(2)
-    return PassMemory(2 * one - two + model.readout.workspace, (two - one) / int(rows.lengths[longest]))
+    return PassMemory(2 * one - two, (two - one) / int(rows.lengths[longest]))
 
 
 def measure_checkpointed(rows: PaddedRows) -> PassMemory:

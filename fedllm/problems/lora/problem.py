@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -72,6 +73,7 @@ class LoraProblem(Problem):
         self.choose_rows(settings.slices)
         self.model.lower(settings.autocast)
         memory = measure_checkpointed(padded) if settings.checkpointing else measure(padded)
+        memory = replace(memory, fixed=memory.fixed + readout.workspace)
         self.passes = Passes.within(memory, settings.pass_bytes)
         self.eval_cuts = 1
 
