@@ -26,7 +26,7 @@ def statistics(model: nn.Module) -> ParameterSpace:
             continue
         if module.momentum is None:
             raise UserError(
-                f"{path}: batch norm with momentum None counts the batches of all clients; give it a number, such as 0.1"
+                f"{path}: batch norm with momentum None counts the batches of all clients; give it a number, as 0.1"
             )
         names |= {f"{path}.{name}".lstrip(".") for name in ("running_mean", "running_var")}
     return ParameterSpace.of((name, value) for name, value in model.named_buffers() if name in names)

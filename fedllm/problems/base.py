@@ -29,8 +29,8 @@ class Buffers:
 class Problem(ABC):
     """N clients, each with its own objective over the same d parameters.
 
-    dim: d. num_clients: N. blocks: the partition of the coordinates, or None for one block per coordinate. buffers: None
-    for a model without them.
+    dim: d. num_clients: N. blocks: the partition of the coordinates, or None for one block per coordinate.
+    buffers: None for a model without them.
     """
 
     dim: int

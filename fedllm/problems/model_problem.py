@@ -12,7 +12,8 @@ from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.problems.base import Problem
 
 Losses = Callable[[Tensor, Tensor], Tensor]
-"""The loss of each sample [m], of a model's outputs [m, L] and the targets [m]; differentiable in the outputs."""
+"""The loss of each sample [n], a sum over its learned tokens where it has any, of the outputs [n, L] (see Readout) and
+the targets [n]; differentiable in the outputs."""
 
 
 class ModelProblem(Problem):

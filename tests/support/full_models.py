@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from fedllm.data.client_batches import ClientBatches
-from fedllm.data.samples import Samples
 from fedllm.data.tokenization import Tokens
 from fedllm.problems.full.problem import FullProblem
+from fedllm.problems.full.samples import Samples
 from fedllm.problems.full.settings import FullSettings
 
 CLASSES = 3
@@ -33,9 +33,10 @@ cross_entropy = partial(F.cross_entropy, reduction="none")
 
 @dataclass(frozen=True)
 class Pixels:
-    """n random square images with targets 0, 1, 2, 0, ..."""
+    """n random square images with targets 0, 1, 2, 0, ...; augment: keys make them darker."""
 
     values: Tensor
+    augment: bool = False
 
     @classmethod
     def draw(cls, count: int, side: int = 8) -> Pixels:
@@ -56,8 +57,9 @@ class Pixels:
     def __len__(self) -> int:
         return len(self.values)
 
-    def rows(self, indices: Tensor, length: int | None = None, pad_id: int = 0) -> dict[str, Tensor]:
-        return {"pixel_values": self.values[indices]}
+    def rows(self, indices: Tensor, keys: Tensor | None = None) -> dict[str, Tensor]:
+        light = 1.0 if keys is None or not self.augment else (keys.double() % 7 + 1)[:, None, None, None].float()
+        return {"pixel_values": self.values[indices] / light}
 
 
 class SmallNet(nn.Module):

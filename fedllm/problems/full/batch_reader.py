@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedllm.data.samples import Samples
-from fedllm.data.tokenization import send
+from fedllm.data.tokenization import Tokens, send
 from fedllm.problems.full.learned_places import LearnedPlaces, sums
+from fedllm.problems.full.samples import Samples
+from fedllm.problems.lora.row_layout import DropoutKeys
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,20 @@ class BatchReader:
         """Tokens of each sample [n]."""
         return self.samples.lengths.numpy()
 
-    def read(self, indices: np.ndarray, device: torch.device) -> Batch:
-        """The samples with these indices [m], on `device`."""
+    def read(
+        self,
+        indices: np.ndarray,
+        device: torch.device,
+        keys: DropoutKeys | None = None,
+        slots: np.ndarray | None = None,
+    ) -> Batch:
+        """The samples with these indices [m], on `device`.
+
+        slots [m]: their places in the client's batch. keys: what augmentation is drawn from, None for none.
+        """
         index = torch.from_numpy(np.asarray(indices))
-        inputs = self.samples.rows(index, pad_id=self.pad_id)
+        places_in_batch = torch.arange(len(index)) if slots is None else torch.from_numpy(slots)
+        inputs = self._rows(index, None if keys is None else keys(places_in_batch[None]))
         places = self._places(index)
         return Batch(
             {name: send(value, device) for name, value in inputs.items()},
@@ -64,13 +75,16 @@ class BatchReader:
             None if places is None else places.to(device),
         )
 
-    def stack(self, batches: Sequence[np.ndarray], device: torch.device) -> StackedBatch:
-        """The batches of C clients, smaller ones filled up with their first sample."""
+    def stack(
+        self, batches: Sequence[np.ndarray], device: torch.device, keys: DropoutKeys | None = None
+    ) -> StackedBatch:
+        """The batches of C clients, smaller ones filled up with their first sample. keys: see `read`."""
         most = max(map(len, batches))
         index = torch.stack([torch.from_numpy(np.pad(b, (0, most - len(b)), constant_values=b[0])) for b in batches])
         real = torch.stack([torch.arange(most) < len(batch) for batch in batches])
         totals = (self.samples.sizes[index] * real).sum(dim=1, keepdim=True)
-        inputs = self._branchless(self.samples.rows(index.reshape(-1), pad_id=self.pad_id))
+        slots = torch.arange(most).expand(index.shape)
+        inputs = self._branchless(self._rows(index.reshape(-1), None if keys is None else keys(slots)))
         found = [self._places(row) for row in index]
         places = LearnedPlaces.stack([each for each in found if each is not None]) if found[0] is not None else None
         return StackedBatch(
@@ -79,6 +93,11 @@ class BatchReader:
             send(real / totals, device),
             None if places is None else places.to(device),
         )
+
+    def _rows(self, index: Tensor, keys: Tensor | None) -> dict[str, Tensor]:
+        if isinstance(self.samples, Tokens):
+            return self.samples.rows(index, pad_id=self.pad_id)
+        return self.samples.rows(index, keys)
 
     def _branchless(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Inputs whose attention mask a model takes as it is: looking at it is a branch, which torch.func cannot stack.
@@ -94,5 +113,6 @@ class BatchReader:
         return others | {"attention_mask": mask[:, None, None].bool().expand(-1, 1, mask.shape[1], -1)}
 
     def _places(self, index: Tensor) -> LearnedPlaces | None:
-        learned = getattr(self.samples, "learned", None)
-        return None if learned is None else LearnedPlaces.of(self.samples, index)  # type: ignore[arg-type]
+        if not isinstance(self.samples, Tokens) or self.samples.learned is None:
+            return None
+        return LearnedPlaces.of(self.samples, index)

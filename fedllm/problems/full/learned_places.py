@@ -52,7 +52,7 @@ class LearnedPlaces:
 
 
 def sums(logits: Tensor, places: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Sums [m, 4] of each sample: negative log-likelihood, learned tokens, right tokens, and 1 if all of them are right.
+    """Sums [m, 4] of each sample: negative log-likelihood, learned tokens, right tokens, and 1 if all are right.
 
     logits [m, L, V]. places: LearnedPlaces.tensors. A token is right if it is the likeliest.
     """

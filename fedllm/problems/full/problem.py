@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,28 +15,30 @@ from fedllm.common.errors import UserError
 from fedllm.common.profiling import section
 from fedllm.common.seeding import derive
 from fedllm.data.client_batches import ClientBatches
-from fedllm.data.samples import Samples
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.problems.base import Buffers
 from fedllm.problems.full.batch_reader import BatchReader
 from fedllm.problems.full.pass_memory import measure
 from fedllm.problems.full.plain_model import Mode, PlainModel
+from fedllm.problems.full.samples import Samples
 from fedllm.problems.full.settings import FullSettings
 from fedllm.problems.full.stacked_step import require_stackable, stacked_step
 from fedllm.problems.lora.attention_mask import is_causal
+from fedllm.problems.lora.dropout import row_keys
 from fedllm.problems.lora.evaluation_batches import evaluate, evaluation_batches
 from fedllm.problems.lora.passes import Passes
+from fedllm.problems.lora.row_layout import DropoutKeys
 from fedllm.problems.model_problem import Losses, ModelProblem
 
 
 class FullProblem(ModelProblem):
     """gradient(X [C, d]) of C clients, one after the other, or with settings.stacked together.
 
-    model: a module in float32 whose output has `.logits`; its trainable parameters, in their order, are the flat vector.
-    It is not changed. samples: of training; those with learned tokens are for a causal language model. batches: who
-    takes which sample at which step; its seed draws the dropout too, by (round, step, client), so that how clients are
-    grouped changes nothing. losses: the task's. A client's loss is the sum over its samples' losses by the sum of their
-    sizes, for classifiers the mean.
+    model: a float32 module whose output has `.logits`. Its trainable parameters, in their order, are the flat vector; it
+    is not changed. samples: of training; those with learned tokens are for a causal language model. batches: who takes
+    which sample at which step. Its seed draws dropout and augmentation too, by (round, step, client), so that how
+    clients are grouped changes nothing. losses: the task's. A client's loss is the sum of its samples' losses by the
+    sum of their sizes, for classifiers the mean.
 
     A batch that does not fit into a pass is cut, with the same mean; a model with batch norm takes every batch whole.
     Raises UserError for a model that cannot be trained so.
@@ -100,15 +103,16 @@ class FullProblem(ModelProblem):
         losses, gradients = torch.zeros(len(clients), device=X.device), torch.zeros_like(X)
         with self.model.mode(Mode.TRAIN):
             for some in self._together(batches):
+                keys = partial(row_keys, self.batches.seed, round, step, clients[some])
                 if some.stop - some.start > 1:
-                    stacked = self.reader.stack(batches[some], X.device)
+                    stacked = self.reader.stack(batches[some], X.device, keys)
                     losses[some], gradients[some] = stacked_step(self.model, self.losses, X[some], stacked)
                     continue
                 row = some.start
                 seed = derive(self.batches.seed, "dropout", round, step, clients[row])
                 with _drawn_from(seed, X.device), _naming(clients[row], len(batches[row])):
                     total = self._targets(batches[row])
-                    losses[row] = self._descend(X[row], buffers[row], batches[row], total, gradients[row])
+                    losses[row] = self._descend(X[row], buffers[row], batches[row], keys, total, gradients[row])
         return losses, gradients
 
     def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
@@ -124,7 +128,7 @@ class FullProblem(ModelProblem):
                 for begin in range(0, len(part), size := self.batches.batch_size):
                     batch, unused = part[begin : begin + size], self.model.first_buffers.clone()
                     with _naming(client, len(batch)):
-                        self._descend(x, unused, batch, total, gradients[row])
+                        self._descend(x, unused, batch, None, total, gradients[row])
         return gradients
 
     @torch.no_grad()
@@ -154,25 +158,27 @@ class FullProblem(ModelProblem):
         return self.passes.cut([longest * most] * len(batches))
 
     def _cut(self, batch: np.ndarray) -> list[np.ndarray]:
-        """The batch in parts that fit into a pass, of samples of similar length; whole for a model with batch norm."""
+        """Places of a batch in parts that fit into a pass, of samples of similar length; a model with batch norm takes
+        the batch whole."""
         lengths = self.reader.lengths[batch]
         if self.buffers is not None or len(batch) * int(lengths.max()) <= self.pass_tokens:
-            return [batch]
-        parts = evaluation_batches(lengths, self.pass_tokens)
-        return [batch[part] for part in parts]
+            return [np.arange(len(batch))]
+        return [np.array(part) for part in evaluation_batches(lengths, self.pass_tokens)]
 
     def _targets(self, batch: np.ndarray) -> int:
         """How many targets the samples of a batch have."""
         return int(self.samples.sizes[torch.from_numpy(batch)].sum())
 
-    def _descend(self, x: Tensor, buffers: Tensor, batch: np.ndarray, total: int, gradient: Tensor) -> Tensor:
+    def _descend(
+        self, x: Tensor, buffers: Tensor, batch: np.ndarray, keys: DropoutKeys | None, total: int, gradient: Tensor
+    ) -> Tensor:
         """Adds the gradient of the batch's losses by `total` to `gradient` [d]; returns their sum by `total`."""
         x = x.detach().requires_grad_()
         x.grad = gradient
         sum_of_losses = torch.zeros((), device=x.device)
-        for part in self._cut(batch):
+        for slots in self._cut(batch):
             with section("data"):
-                read = self.reader.read(part, x.device)
+                read = self.reader.read(batch[slots], x.device, keys, slots)
             with section("forward"):
                 outputs = read.outputs(self.model.logits(x, buffers, read.inputs))
                 loss = self.losses(outputs, read.targets).sum() / total

@@ -114,6 +114,21 @@ def test_batches_cut_by_memory_have_the_same_losses_and_gradients(name: str) -> 
     assert torch.allclose(whole.outputs(X[0], samples), cut.outputs(X[0], samples), atol=1e-5)
 
 
+def test_augmentation_is_drawn_by_the_place_in_the_batch_however_it_is_cut() -> None:
+    samples = Pixels(Pixels.draw(12).values, augment=True)
+    whole = full_problem(small_net(norm=False), samples)
+    X = whole.initial().repeat(2, 1)
+    expected = whole.gradient(X, [0, 1], 0, 0)
+    token = whole.passes.memory.token
+    for options in ({"pass_bytes": 64 * token}, {"stacked": True}):
+        assert torch.allclose(
+            full_problem(small_net(norm=False), samples, **options).gradient(X, [0, 1], 0, 0), expected
+        )
+    plain = full_problem(small_net(norm=False), Pixels.draw(12)).gradient(X, [0, 1], 0, 0)
+    assert not torch.allclose(plain, expected)
+    assert torch.equal(whole.outputs(X[0], samples), whole.outputs(X[0], Pixels.draw(12)))
+
+
 def test_batch_norm_takes_a_batch_whole() -> None:
     problem = full_problem(small_net(), Pixels.draw(8), pass_bytes=1.0)
     assert [len(part) for part in problem._cut(np.arange(5))] == [5]
