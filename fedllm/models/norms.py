@@ -32,6 +32,14 @@ def statistics(model: nn.Module) -> ParameterSpace:
     return ParameterSpace.of((name, value) for name, value in model.named_buffers() if name in names)
 
 
+@torch.no_grad()
+def write_statistics(model: nn.Module, values: torch.Tensor) -> None:
+    """Puts running statistics [b], in the order of `statistics`, into a model."""
+    own = dict(model.named_buffers())
+    for name, value in statistics(model).views(values[None]).items():
+        own[name].copy_(value[0])
+
+
 def batch_norms(model: nn.Module) -> list[str]:
     """The paths of a model's batch norms."""
     return [path for path, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]

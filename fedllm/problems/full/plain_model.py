@@ -65,13 +65,5 @@ class PlainModel:
         finally:
             self.model.eval()
 
-    def write(self, x: Tensor, buffers: Tensor | None) -> None:
-        """Puts x [d] and buffers [b] into the model."""
-        self.space.scatter(self.model, x)
-        if buffers is not None:
-            own = dict(self.model.named_buffers())
-            for name, value in self.buffers.views(buffers[None]).items():
-                own[name].copy_(value[0])
-
     def _precision(self, device: torch.device) -> AbstractContextManager[object]:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)

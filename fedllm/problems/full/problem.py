@@ -34,8 +34,8 @@ from fedllm.problems.model_problem import Losses, ModelProblem
 class FullProblem(ModelProblem):
     """gradient(X [C, d]) of C clients, one after the other, or with settings.stacked together.
 
-    model: a float32 module whose output has `.logits`. Its trainable parameters, in their order, are the flat vector; it
-    is not changed. samples: of training; those with learned tokens are for a causal language model. batches: who takes
+    model: a float32 module whose output has `.logits`; it is not changed. Its trainable parameters, in their order, are
+    the flat vector. samples: of training; those with learned tokens are for a causal language model. batches: who takes
     which sample at which step. Its seed draws dropout and augmentation too, by (round, step, client), so that how
     clients are grouped changes nothing. losses: the task's. A client's loss is the sum of its samples' losses by the
     sum of their sizes, for classifiers the mean.
@@ -145,6 +145,19 @@ class FullProblem(ModelProblem):
 
         found, self.eval_cuts = evaluate(outputs_of, lengths, own or batches[:1], self.eval_cuts)
         return found if own else torch.zeros_like(found)
+
+    def largest_pass_bytes(self, together: int) -> float:
+        """Bytes that the largest pass saves for its backward for its samples, with `together` clients trained together.
+
+        It is estimated from the longest sample and the largest batch.
+        """
+        most = max(min(len(part), self.batches.batch_size) for part in self.batches.parts)
+        tokens = float(most * int(self.reader.lengths.max()))
+        if self.stacked:
+            tokens = max(tokens, min(tokens * together, self.pass_tokens))
+        elif self.buffers is None:
+            tokens = min(tokens, max(self.pass_tokens, float(self.reader.lengths.max())))
+        return tokens * self.passes.memory.token
 
     def release(self) -> None:
         """The model was never changed."""
