@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel
 
 from fedllm.algorithms import Algorithm
@@ -185,7 +186,8 @@ def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone,
     seed = recipe.run.seed
     with stage(f"loading {recipe.model.name}", at_once=True):
         backbone = load_backbone(recipe.model, task.head, local_hub=recipe.run.local_hub, seed=seed)
-        model = trainable(backbone, recipe, seed).to(machine.device)
+        model = trainable(backbone, recipe, seed)
+        nn.Module.to(model, machine.device)
     _check_length(recipe, backbone)
     return backbone, model
 

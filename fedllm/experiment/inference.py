@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedllm.common.console import ProgressCallback
 from fedllm.common.tensors import shortest
@@ -50,7 +50,7 @@ class Inference:
         self.machine = _machine(run)
         settle(run.model.eval(), self.machine.autocast)
         lower(run.model, self.machine.autocast)
-        run.model.to(self.machine.device)
+        nn.Module.to(run.model, self.machine.device)
         self._cuts = 1
 
     @torch.no_grad()
