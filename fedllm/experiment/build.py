@@ -20,6 +20,7 @@ from fedllm.blocks import partition as block_partition
 from fedllm.common.console import say, stage
 from fedllm.common.errors import UserError
 from fedllm.common.hub import local_hub
+from fedllm.common.schema import nearest
 from fedllm.config.own_files import require_own_files
 from fedllm.config.recipe import FREE_KEYS, Recipe
 from fedllm.data.client_batches import ClientBatches
@@ -125,7 +126,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
         dataset = cache.get("dataset", (recipe.data, hub), lambda: load_dataset(recipe.data, hub, progress))
     task = task_of(recipe.data, dataset.classes)
-    _check_target(recipe, task, dataset)
+    _check_evaluation(recipe, task, dataset)
     parts = get_partition(recipe.partition, dataset)
     _check_parts(parts, recipe)
     recipe = recipe.for_clients(len(parts))
@@ -226,9 +227,20 @@ def _blocks(model: PeftModel, algorithm: Algorithm, recipe: Recipe, machine: Mac
     return blocks.to(machine.device)
 
 
-def _check_target(recipe: Recipe, task: Task, dataset: Dataset) -> None:
+def _check_evaluation(recipe: Recipe, task: Task, dataset: Dataset) -> None:
+    settings, columns = recipe.eval, list(dataset.validation.columns)
+    if settings.by is not None and settings.by not in columns:
+        raise UserError(
+            f"eval.by: found '{settings.by}'{nearest(settings.by, columns)}, expected a column of the validation "
+            f"split: {', '.join(columns) or 'it has none beside the samples and their labels'}"
+        )
+    if settings.samples and not task.generates:
+        raise UserError(
+            f"eval.samples: found {settings.samples}, but only a language model answers prompts; leave it out for "
+            f"{dataset.name}"
+        )
     known = (*task.metric_names, LOSS)
-    for name in recipe.eval.target or {}:
+    for name in settings.target or {}:
         if name not in known:
             raise UserError(
                 f"eval.target: found metric '{name}', expected one of {', '.join(known)} for {dataset.name}"

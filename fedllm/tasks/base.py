@@ -48,12 +48,14 @@ class Task(ABC):
     """What a model is trained for; `selection.task_of` makes the one that a recipe's data ask for.
 
     head: which head the model gets. metric_names: the scores that `evaluate` gives beside the loss, the headline first.
-    classes: the names of the classes in the order of their ids, () where targets are no classes.
+    classes: the names of the classes in the order of their ids, () where targets are no classes. generates: whether the
+    model writes text.
     """
 
     head: Head
     metric_names: tuple[str, ...]
     classes: tuple[str, ...] = ()
+    generates: bool = False
 
     @property
     def primary(self) -> str:

@@ -25,6 +25,8 @@ class CausalLM(Task):
     gives exactly these responses, if they end in eos.
     """
 
+    generates = True
+
     def __init__(self) -> None:
         self.head = language_head()
         self.metric_names = SCORES
