@@ -188,7 +188,10 @@ def _warn_of_missed_target(session: Session, result: dict[str, Any]) -> None:
 
 
 def _write_result(session: Session, compared: dict[str, Any]) -> dict[str, Any]:
-    """Writes the adapter, the answers, then result.json with the entries `compared`. So if result.json exists, all other files exist, except the plot."""
+    """Writes the adapter, the answers, then result.json with the entries `compared`.
+
+    So if result.json exists, all other files exist, except the plot.
+    """
     job, folder = session.job, session.folder
     try:
         trained = TrainedOn(session.metrics, session.facts.data, len(job.parts), job.problem.dim)
