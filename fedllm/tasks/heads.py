@@ -50,8 +50,3 @@ def sequence_head(num_labels: int, *, regression: bool = False, label_names: Seq
         "problem_type": "regression" if regression else "single_label_classification",
     }
     return Head("AutoModelForSequenceClassification", "SEQ_CLS", config, () if regression else tuple(names))
-
-
-def language_head() -> Head:
-    """The output embedding of a causal language model: logits over its vocabulary for every token. It stays frozen."""
-    return Head("AutoModelForCausalLM", "CAUSAL_LM", {})
