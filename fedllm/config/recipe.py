@@ -23,7 +23,7 @@ from fedllm.config.settings import (
     RunSettings,
 )
 from fedllm.config.yaml_layers import KeyRules, read_layers
-from fedllm.data.settings import DataSettings, PartitionSettings
+from fedllm.data.settings import OF_CONVERSATIONS, DataSettings, PartitionSettings
 from fedllm.models.settings import LoraSettings, ModelSettings
 
 
@@ -107,7 +107,12 @@ CHOSEN_KEYS = ("stacked_clients", "slices")
 # Settings whose "auto" a run replaces by its choice in its recipe.yaml; runs that chose differently are not comparable.
 DECIDED_KEYS = frozenset({("model", "head")})
 # Keys that recipe.yaml of an earlier version lacks, with the value that says what that version did.
-_LATER_KEYS = {("model", "head"): "new", ("costs", "seconds_per_step"): None}
+_LATER_KEYS = {
+    ("model", "head"): "new",
+    ("costs", "seconds_per_step"): None,
+    ("data", "task"): "classification",
+    **{("data", key): None for key in OF_CONVERSATIONS},
+}
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 
 

@@ -24,11 +24,12 @@ from fedllm.common.schema import nearest
 from fedllm.config.own_files import require_own_files
 from fedllm.config.recipe import FREE_KEYS, Recipe
 from fedllm.data.client_batches import ClientBatches
-from fedllm.data.loading import Dataset, load_dataset
+from fedllm.data.loading import Dataset
 from fedllm.data.partition_file import digest, get_partition
 from fedllm.data.tokenization import Tokens
 from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.memory_plan import choose_stacked_clients, pass_bytes
+from fedllm.experiment.recipe_data import grouped_by, read_data, settle_samples
 from fedllm.federation.executor import Executor
 from fedllm.federation.info import round_info
 from fedllm.federation.setup import Setup
@@ -124,7 +125,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     local_hub(hub)
     require_own_files(recipe)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
-        dataset = cache.get("dataset", (recipe.data, hub), lambda: load_dataset(recipe.data, hub, progress))
+        dataset = cache.get("dataset", _data_source(recipe), lambda: read_data(recipe, progress))
     task = task_of(recipe.data, dataset.classes)
     _check_evaluation(recipe, task, dataset)
     parts = get_partition(recipe.partition, dataset)
@@ -132,7 +133,9 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     recipe = recipe.for_clients(len(parts))
     backbone, model = _load_model(recipe, task, machine)
     recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
-    train, validation = _tokenize(recipe, dataset, task, backbone, cache)
+    tokens = _tokenize(recipe, dataset, task, backbone, cache)
+    dataset, parts, train, validation = settle_samples(dataset, parts, tokens)
+    _check_left(parts, recipe)
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs
     batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
@@ -173,9 +176,14 @@ def _tokenize(recipe: Recipe, dataset: Dataset, task: Task, backbone: Backbone, 
     with stage("tokenizing") as progress:
         return cache.get(
             "tokens",
-            (recipe.data, recipe.model.name, recipe.run.local_hub),
+            (*_data_source(recipe), recipe.model.name),
             lambda: [task.encode(split, backbone.tokenizer, length, progress) for split in splits],
         )
+
+
+def _data_source(recipe: Recipe) -> tuple[Any, ...]:
+    """What the samples of a recipe depend on."""
+    return recipe.data, recipe.run.local_hub, grouped_by(recipe)
 
 
 def build_together(recipe: Recipe, cache: ReadCache | None, executor: Executor) -> Job:
@@ -252,6 +260,14 @@ def _check_parts(parts: list[np.ndarray], recipe: Recipe) -> None:
     for client, part in enumerate(parts):
         if len(part) == 0:
             raise UserError(f"{source}: client {client} has no samples; set partition.min_size to 1 or more")
+
+
+def _check_left(parts: list[np.ndarray], recipe: Recipe) -> None:
+    if empty := [client for client, part in enumerate(parts) if len(part) == 0]:
+        raise UserError(
+            f"data.too_long={recipe.data.too_long}: no sample of client {empty[0]} has a learned token within "
+            f"data.max_length={recipe.data.max_length} ({len(empty):,} of {len(parts):,} clients); raise it"
+        )
 
 
 def _check_length(recipe: Recipe, backbone: Backbone) -> None:

@@ -15,6 +15,7 @@ from fedllm.common.tensors import shortest
 from fedllm.data.loading import Split
 from fedllm.data.tokenization import Tokens, send
 from fedllm.experiment.machine import Machine, find_machine
+from fedllm.experiment.recipe_data import without_left_out
 from fedllm.experiment.trained import TrainedRun
 from fedllm.models.quantization import lower, settle
 from fedllm.problems.lora.evaluation_batches import evaluate, evaluation_batches
@@ -72,9 +73,10 @@ class Inference:
         return found
 
     def tokens(self, split: Split, progress: ProgressCallback | None = None) -> Tokens:
-        """The samples as the run's own samples were encoded."""
+        """The samples as the run's own samples were encoded, without those that the task left out."""
         recipe = self.run.recipe
-        return self.run.task.encode(split, self.run.backbone.tokenizer, recipe.data.max_length, progress)
+        tokens = self.run.task.encode(split, self.run.backbone.tokenizer, recipe.data.max_length, progress)
+        return without_left_out(tokens)
 
     def predict(self, *texts: Sequence[str]) -> Predictions:
         """Predictions for n samples. texts: one column of n texts, or two if the run was trained on pairs."""

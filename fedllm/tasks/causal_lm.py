@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from fedllm.common.console import ProgressCallback
+from fedllm.data.conversations.encoding import encode_conversations
 from fedllm.data.loading import Split
+from fedllm.data.settings import DataSettings
 from fedllm.data.tokenization import Tokens
 from fedllm.tasks.base import LOSS, Task
 from fedllm.tasks.heads import language_head
@@ -27,7 +29,9 @@ class CausalLM(Task):
 
     generates = True
 
-    def __init__(self) -> None:
+    def __init__(self, settings: DataSettings | None = None) -> None:
+        """settings: the template, and what is learned and cut; by default those of a recipe that gives none."""
+        self._settings = settings or DataSettings(task="causal_lm")
         self.head = language_head()
         self.metric_names = SCORES
 
@@ -35,7 +39,7 @@ class CausalLM(Task):
         return "next tokens"
 
     def encode(self, split: Split, tokenizer: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
-        raise NotImplementedError
+        return encode_conversations(split, tokenizer, self._settings, max_length, progress)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs[:, 0]
