@@ -24,6 +24,7 @@ from fedllm.common.schema import nearest
 from fedllm.config.own_files import require_own_files
 from fedllm.config.recipe import FREE_KEYS, Recipe
 from fedllm.data.client_batches import ClientBatches
+from fedllm.data.conversations.options import Options
 from fedllm.data.loading import Dataset
 from fedllm.data.partition_file import digest, get_partition
 from fedllm.data.tokenization import Tokens
@@ -49,7 +50,8 @@ T = TypeVar("T")
 class Job:
     """A recipe and all objects built from it, ready for the first step.
 
-    recipe: with the model.head that was chosen, where it was "auto".
+    recipe: with the model.head that was chosen, where it was "auto". options: those of the validation split's
+    multiple-choice questions, if it has any.
     """
 
     recipe: Recipe
@@ -64,6 +66,7 @@ class Job:
     problem: LoraProblem
     info: RoundInfo
     stacked_clients: int
+    options: Options | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -157,7 +160,10 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
         local_steps=max(batches.steps(client) for client in range(len(parts))),
     )
     stacked = choose_stacked_clients(recipe.run.stacked_clients, algorithm, problem, info, machine.device)
-    return Job(recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked)
+    options = task.options(dataset.validation, backbone.tokenizer, recipe.data.max_length)
+    return Job(
+        recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked, options
+    )
 
 
 def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone, PeftModel]:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from fedllm.experiment.build import Job
-from fedllm.experiment.evaluation import outputs_at
+from fedllm.experiment.evaluation import choices_at, outputs_at
 from fedllm.federation.executor import Executor
 
 Scores = dict[str, float | None]
@@ -25,11 +25,12 @@ def compare(job: Job, x: Tensor, executor: Executor) -> dict[str, Any]:
     settings = job.recipe.eval
     if not settings.start and settings.by is None:
         return {}
-    outputs = {"final": outputs_at(job, x, executor)} if settings.by is not None else {}
+    outputs = {"final": outputs_at(job, x, job.validation, executor)} if settings.by is not None else {}
     found: dict[str, Any] = {}
     if settings.start:
-        outputs["start"] = outputs_at(job, job.problem.initial(), executor)
-        found["start"] = _scores(job, outputs["start"])
+        before = job.problem.initial()
+        outputs["start"] = outputs_at(job, before, job.validation, executor)
+        found["start"] = _scores(job, outputs["start"]) | choices_at(job, before, executor)
     if settings.by is not None:
         column = job.dataset.validation.columns[settings.by]
         found["by"] = {"column": settings.by, "values": _by_value(job, column, outputs)}
