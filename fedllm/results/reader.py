@@ -48,7 +48,7 @@ def load_run(folder: str | Path) -> RunRecord:
         raise UserError(f"{folder}: cannot be read: nested too deep; damaged") from None
     except DamagedError as error:
         raise UserError(f"{folder}: {error}") from None
-    clients = ClientData(partition["sizes"], partition["classes"], partition["counts"] or []) if partition else None
+    clients = _clients(partition) if partition else None
     return RunRecord(folder, recipe, rounds, result, start, clients, read_digests(folder, partition))
 
 
@@ -173,6 +173,11 @@ def _read_partition(path: Path) -> dict[str, Any] | None:
     if counts and (len(counts) != len(found["sizes"]) or any(len(row) != len(classes) for row in counts)):
         raise DamagedError("partition.json: counts has another form than clients x classes; damaged")
     return found
+
+
+def _clients(partition: dict[str, Any]) -> ClientData:
+    counts = partition["counts"] or []
+    return ClientData(partition["sizes"], partition["classes"], counts, partition.get("column"))
 
 
 def _read_json(path: Path) -> Any:
