@@ -92,6 +92,8 @@ class Job:
         for tokens in (self.problem.rows.tokens, self.validation):
             found.update(tokens.input_ids.cpu().numpy().tobytes())
             found.update(tokens.offsets.cpu().numpy().tobytes())
+            if tokens.learned is not None:
+                found.update(tokens.learned.cpu().numpy().tobytes())
         return found.hexdigest()
 
 
