@@ -49,7 +49,7 @@ def load_run(folder: str | Path) -> RunRecord:
         raise UserError(f"{folder}: cannot be read: nested too deep; damaged") from None
     except DamagedError as error:
         raise UserError(f"{folder}: {error}") from None
-    clients = ClientData(partition["sizes"], partition["classes"], partition["counts"] or []) if partition else None
+    clients = _clients(partition) if partition else None
     digests = read_digests(folder, partition)
     return RunRecord(folder, recipe, rounds, result, start, clients, digests, answers)
 
@@ -187,6 +187,11 @@ def _read_answers(path: Path) -> list[dict[str, str]]:
             raise DamagedError(f"{path.name}, line {number} is not JSON: {error}; damaged") from error
         found.append(checked(line, Answer, f"{path.name}, line {number}"))
     return found
+
+
+def _clients(partition: dict[str, Any]) -> ClientData:
+    counts = partition["counts"] or []
+    return ClientData(partition["sizes"], partition["classes"], counts, partition.get("column"))
 
 
 def _read_json(path: Path) -> Any:
