@@ -11,13 +11,14 @@ from fedllm.common.errors import cut_name, listed
 from fedllm.data.repeats import count_relabelled, count_shared
 
 if TYPE_CHECKING:
-    from fedllm.data.loading import Split
+    from fedllm.data.split import Split
 
 MAJORITY = 0.75  # from this share of one class on, accuracy says little
 
 
 def review(train: Split, validation: Split, classes: Sequence[str]) -> list[str]:
-    """The warnings about two splits. classes: their names in the order of their ids, () for a regression."""
+    """The warnings about two splits. classes: their names in the order of their ids, () for a regression and for
+    conversations."""
     found = [*_repeated_texts(train, validation)]
     if classes:
         counts = [np.bincount(split.labels, minlength=len(classes)) for split in (train, validation)]
@@ -29,11 +30,14 @@ def review(train: Split, validation: Split, classes: Sequence[str]) -> list[str]
 def _repeated_texts(train: Split, validation: Split) -> list[str]:
     found = []
     if shared := count_shared(validation.texts, train.texts):
+        what = "text" if train.conversations is None else "prompt"
         whole = "all" if shared == len(validation) else f"{shared:,} of"
         found.append(
-            f"{whole} {len(validation):,} validation samples have a text that the training split has too; "
-            f"their scores do not show how the model does on new texts"
+            f"{whole} {len(validation):,} validation samples have a {what} that the training split has too; "
+            f"their scores do not show how the model does on new {what}s"
         )
+    if train.conversations is not None:
+        return found
     texts = [[*ours, *theirs] for ours, theirs in zip(train.texts, validation.texts, strict=True)]
     if relabelled := count_relabelled(texts, np.concatenate([train.labels, validation.labels])):
         found.append(f"texts that have different labels in different rows: {relabelled:,}")

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedllm.data.known_datasets import KNOWN_DATASETS
+from fedllm.data.settings import CAUSAL_LM
 from fedllm.tasks.base import LOSS, Task
+from fedllm.tasks.causal_lm import CausalLM
 from fedllm.tasks.metrics import METRICS
 from fedllm.tasks.sequence_classification import SequenceClassification, SequenceRegression
 
@@ -18,8 +20,11 @@ _OF_CLASSES, _OF_NUMBERS = "accuracy_macro_f1", "pearson_spearman"
 
 
 def task_of(settings: DataSettings, classes: Sequence[str]) -> Task:
-    """The task of a data set: a classification where its labels are `classes`, in the order of their ids, else a
-    regression. The metric is the official one of a data set that is known by name."""
+    """The task of a data set: a causal language model where `data.task` says so, a classification where its labels are
+    `classes`, in the order of their ids, else a regression. The metric of a classification or a regression is the
+    official one of a data set that is known by name."""
+    if settings.task == CAUSAL_LM:
+        return CausalLM(settings)
     known = KNOWN_DATASETS.get(settings.name or "")
     if classes:
         return SequenceClassification(classes, known.metric if known else _OF_CLASSES)
@@ -29,6 +34,8 @@ def task_of(settings: DataSettings, classes: Sequence[str]) -> Task:
 def score_names(settings: DataSettings) -> list[str]:
     """The scores that an evaluation may give, before the data are read: LOSS last, and of your own data, whose labels
     may be classes or numbers, the metrics of both."""
+    if settings.task == CAUSAL_LM:
+        return [*CausalLM(settings).metric_names, LOSS]
     known = KNOWN_DATASETS.get(settings.name or "")
     keys = [known.metric] if known else [_OF_CLASSES, _OF_NUMBERS]
     return [*dict.fromkeys(name for key in keys for name in METRICS[key][0]), LOSS]

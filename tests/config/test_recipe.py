@@ -28,6 +28,7 @@ def test_the_recipes_are_all_here() -> None:
     families |= {"20news_minilm", "bbcnews_minilm"}
     single = {"quickstart", "qqp_fadamgc", "20news_fadamgc"}
     single |= {f"sst2_{name}" for name in ("fadamgc", "fedadamw", "localadam", "localadamw")}
+    single |= {f"instruct_{name}" for name in ("smollm2", "flowertune", "openfedllm")}
     assert {path.stem for path in RECIPES} == families | single
     everything = {path.parent.name for path in (REPO / "recipes").rglob("*.yaml")}
     assert everything == {"recipes", "base", "sweeps"}  # bases are tested through what extends them, sweeps beside
