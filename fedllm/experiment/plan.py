@@ -36,7 +36,7 @@ def plan_table(job: Job) -> Table:
         "trainable parameters": _trainable(job, frozen),
         **_norm(job),
         "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
-        "head": str(job.backbone.start),
+        "head": _head(job),
         "data": f"{job.dataset.name}: {len(job.dataset.train):,} training, {len(job.dataset.validation):,} validation "
         f"samples, {job.task.describe()}",
         **_classes(job),
@@ -69,6 +69,12 @@ def _trainable(job: Job, frozen: int) -> str:
         return f"{dim:,}, all weights"
     head = ", and the head" if job.backbone.head else ""
     return f"{dim:,}, {dim / (frozen + dim):.2%} of all (LoRA rank {lora.rank} on {', '.join(lora.targets)}{head})"
+
+
+def _head(job: Job) -> str:
+    if job.recipe.lora is None and not job.backbone.head:
+        return "the language model's own, trained with it"
+    return str(job.backbone.start)
 
 
 def _norm(job: Job) -> dict[str, str]:
