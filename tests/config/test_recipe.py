@@ -26,7 +26,7 @@ def test_the_recipes_are_all_here() -> None:
     gpt2 = ("20news", "qqp", "qnli", "sst2")
     families |= {f"{task}_gpt2" for task in gpt2} | {f"{task}_gc_minilm" for task in (*gpt2, "bbcnews")}
     families |= {"20news_minilm", "bbcnews_minilm"}
-    single = {"quickstart", "qqp_fadamgc", "20news_fadamgc"}
+    single = {"quickstart", "qqp_fadamgc", "20news_fadamgc", "shakespeare_gpt2"}
     single |= {f"sst2_{name}" for name in ("fadamgc", "fedadamw", "localadam", "localadamw")}
     single |= {f"instruct_{name}" for name in ("smollm2", "flowertune", "openfedllm")}
     assert {path.stem for path in RECIPES} == families | single
