@@ -1,11 +1,11 @@
-"""Loads a training and a validation split of labelled texts, by data set name or from the user's files."""
+"""Loads a training and a validation split of labelled texts or images, by data set name or from the user's files."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,17 @@ from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
 from fedllm.common.seeding import numpy_rng
 from fedllm.data.arrow_files import Columns
+from fedllm.data.image_decoding import decode_images
+from fedllm.data.image_files import image_splits, read_image_table
 from fedllm.data.known_datasets import KNOWN_DATASETS, KnownDataset, label_column, text_columns
+from fedllm.data.known_images import (
+    KNOWN_IMAGES,
+    KnownImages,
+    check_image_settings,
+    image_columns,
+    known_images,
+    reads_images,
+)
 from fedllm.data.labels import Coding, learn_coding
 from fedllm.data.repeats import first_with_same_text
 from fedllm.data.review import review
@@ -34,29 +44,47 @@ Readers = dict[str, Callable[[], Table]]  # split name -> function that reads th
 class Split:
     """n labelled examples.
 
-    texts: one or two columns of n texts. labels: int64 class ids or float32 targets [n].
+    texts: one or two columns of n texts; [] for images. labels: int64 class ids or float32 targets [n].
     columns: the table's other columns by name, each with n values (partition.column names one of them).
     rows: the row of each example in its file, from 1, int64 [n]; None for a split that was not read from a file.
+    images: uint8 [n, 3, S, S], None for texts.
     """
 
     texts: list[list[str]]
     labels: np.ndarray
     columns: Columns
     rows: np.ndarray | None = None
+    images: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def kind(self) -> str:
+        """What a sample is, in one word."""
+        return "text" if self.images is None else "image"
+
+    @cached_property
+    def contents(self) -> list[list[str]]:
+        """Columns of n texts that are equal for equal samples: the texts, or a digest of each image."""
+        if self.images is None:
+            return self.texts
+        return [[hashlib.blake2b(image.tobytes(), digest_size=16).hexdigest() for image in self.images]]
 
     def take(self, rows: np.ndarray) -> Split:
         """The examples at `rows`, in that order."""
         picked = rows.tolist()
         texts = [[column[row] for row in picked] for column in self.texts]
         columns = {name: [values[row] for row in picked] for name, values in self.columns.items()}
-        return Split(texts, self.labels[rows], columns, None if self.rows is None else self.rows[rows])
+        numbers, images = (None if each is None else each[rows] for each in (self.rows, self.images))
+        return Split(texts, self.labels[rows], columns, numbers, images)
 
     def fingerprint(self) -> str:
-        """sha256 of the texts and labels, the same on every machine."""
+        """sha256 of the texts or images and of the labels, the same on every machine."""
         digest = hashlib.sha256(f"{len(self)} {len(self.texts)} {self.labels.dtype.kind}".encode())
+        if self.images is not None:
+            digest.update(f"{self.images.shape}".encode())
+            digest.update(np.ascontiguousarray(self.images).tobytes())
         for column in self.texts:
             digest.update(np.fromiter(map(len, column), "<i8").tobytes())
             digest.update("".join(column).encode())
@@ -96,15 +124,12 @@ def load_dataset(
     Raises UserError that names the file or split and the wrong key, column, row or value.
     """
     _check(settings)
+    if reads_images(settings):
+        return _load_images(settings, local_hub, progress)
     known = KNOWN_DATASETS.get(settings.name or "")
     text, label = text_columns(settings), label_column(settings)
     readers = _pick_splits(settings, known, partial(read_table, text=text, label=label), local_hub)
-    tables: dict[str, Table] = {}
-    for role, read in readers.items():
-        if progress:
-            progress(f"reading the {role} split", len(tables), len(readers))
-        tables[role] = read()
-
+    tables = _read(readers, progress)
     strip = known.strip if known else None
     parts = known.parts if known and settings.strip is None else settings.strip or ()
     texts = {role: [table.texts(column) for column in text] for role, table in tables.items()}
@@ -112,14 +137,51 @@ def load_dataset(
         texts = {role: [strip(column, parts) for column in columns] for role, columns in texts.items()}
     coding = _coding(settings, known, tables, label)
     splits = {role: _split(table, texts[role], coding, text, label) for role, table in tables.items()}
-    notes = [note for table in tables.values() for note in table.notes]
+    doubts = [] if known else coding.doubts
+    return _finish(settings, splits, coding, [note for table in tables.values() for note in table.notes], doubts)
+
+
+def _load_images(settings: DataSettings, local_hub: str | None, progress: ProgressCallback | None) -> Dataset:
+    """The same for images, which are decoded here."""
+    known, (image, label) = known_images(settings), image_columns(settings)
+    readers = _pick_splits(settings, known, partial(read_image_table, image=image, label=label), local_hub)
+    tables = _read(readers, progress)
+    coding, size = _coding(settings, known, tables, label), settings.image_size
+    splits: dict[str, Split] = {}
+    for role, table in tables.items():
+        images = decode_images(table, image, size, _folder_of(table), progress)
+        size = images.shape[-1]  # that of the training split, which comes first
+        columns, rows = table.without(image, label), np.arange(1, len(table) + 1)
+        splits[role] = Split([], coding.encode(table, label), columns, rows, images)
+    return _finish(settings, splits, coding, [], coding.doubts)
+
+
+def _folder_of(table: Table) -> Path | None:
+    """The folder of a table that was read from a file, or the folder that it was read from."""
+    path = Path(table.source)
+    return path if path.is_dir() else path.parent if path.is_file() else None
+
+
+def _read(readers: Readers, progress: ProgressCallback | None) -> dict[str, Table]:
+    tables: dict[str, Table] = {}
+    for role, read in readers.items():
+        if progress:
+            progress(f"reading the {role} split", len(tables), len(readers))
+        tables[role] = read()
+    return tables
+
+
+def _finish(
+    settings: DataSettings, splits: dict[str, Split], coding: Coding, notes: list[str], doubts: Sequence[str]
+) -> Dataset:
+    """The data set of the splits that were read: with a hold-out where there is one split, and cut as asked for."""
     seed = settings.holdout_seed
     if "validation" not in splits:
         splits["train"], splits["validation"], repeats = _hold_out(splits["train"], settings.holdout, seed)
-        notes += repeats
+        notes = notes + repeats
     train = _subset(splits["train"], settings.max_train, seed, "train")
     validation = _subset(splits["validation"], settings.max_validation, seed, "validation")
-    doubts = [] if known else [*coding.doubts, *review(train, validation, coding.names)]
+    known = settings.name in KNOWN_DATASETS or known_images(settings) is not None
     return Dataset(
         name=settings.name or Path(str(settings.train)).stem,
         train=train,
@@ -127,7 +189,7 @@ def load_dataset(
         classes=coding.names,
         fingerprint=train.fingerprint(),
         notes=tuple(notes),
-        warnings=tuple(doubts),
+        warnings=() if known else (*doubts, *review(train, validation, coding.names)),
     )
 
 
@@ -135,8 +197,13 @@ def _split(table: Table, texts: list[list[str]], coding: Coding, text: Sequence[
     return Split(texts, coding.encode(table, label), table.without(*text, label), np.arange(1, len(table) + 1))
 
 
-def _coding(settings: DataSettings, known: KnownDataset | None, tables: dict[str, Table], label: str) -> Coding:
+Known = KnownDataset | KnownImages
+
+
+def _coding(settings: DataSettings, known: Known | None, tables: dict[str, Table], label: str) -> Coding:
     declared = known.classes if known else tables["train"].classes.get(label)
+    if isinstance(known, KnownImages) and not known.classes:
+        declared = tables["train"].classes.get(label)
     if declared is None or settings.regression is not None:
         return learn_coding(tables["train"], label, settings.regression)
     for table in tables.values():
@@ -152,6 +219,7 @@ def _check(settings: DataSettings) -> None:
     label = label_column(settings)
     if not settings.name and not settings.train:
         raise UserError("data: expected `name` (a data set) or `train` (a file or folder), found neither")
+    check_image_settings(settings)
     if settings.text is not None and len(settings.text) not in (1, 2):
         raise UserError(f"data.text={settings.text}: expected one or two columns")
     if settings.text and label in settings.text:
@@ -175,7 +243,7 @@ def _check(settings: DataSettings) -> None:
 # Finding the splits
 
 
-def _pick_splits(settings: DataSettings, known: KnownDataset | None, read: Reader, local_hub: str | None) -> Readers:
+def _pick_splits(settings: DataSettings, known: Known | None, read: Reader, local_hub: str | None) -> Readers:
     """The functions that read the "train" split and, unless it is held out of it, the "validation" split."""
     if settings.name is None:
         paths = {"train": settings.train, "validation": settings.validation}
@@ -213,16 +281,18 @@ def _same_source(settings: DataSettings) -> UserError:
     )
 
 
-def _find_splits(name: str, known: KnownDataset | None, read: Reader, local_hub: str | None) -> Readers:
+def _find_splits(name: str, known: Known | None, read: Reader, local_hub: str | None) -> Readers:
     """The splits of a named data set: one per file in its folder, or else the folder or file itself as "train"."""
     path = hub.find_local("datasets", name, local_hub)
     if path is None:
         return _find_hub_splits(name, known, local_hub)
+    if isinstance(read, partial) and read.func is read_image_table and (folders := image_splits(path)):
+        return {split: partial(read, folder) for split, folder in folders.items()}
     files = sorted(file for file in path.glob("*") if file.suffix.lower() in READERS)
     return {file.stem: partial(read, file) for file in files} or {"train": partial(read, path)}
 
 
-def _find_hub_splits(name: str, known: KnownDataset | None, local_hub: str | None) -> Readers:
+def _find_hub_splits(name: str, known: Known | None, local_hub: str | None) -> Readers:
     """The splits of `owner/name` or `owner/name/config` in the Hugging Face cache, or else on the hub."""
     import datasets
 
@@ -232,25 +302,30 @@ def _find_hub_splits(name: str, known: KnownDataset | None, local_hub: str | Non
         found = datasets.load_dataset(*address)
     except Exception as error:  # the library raises many types; the user gets one error
         cause = str(error).partition("\n")[0] or type(error).__name__
-        raise hub.not_found("datasets", name, local_hub, cause + nearest(name, list(KNOWN_DATASETS))) from error
+        raise hub.not_found(
+            "datasets", name, local_hub, cause + nearest(name, [*KNOWN_DATASETS, *KNOWN_IMAGES])
+        ) from error
 
     def read(split: str) -> Table:
         data = found[split]
         classes = {
             key: tuple(kind.names) for key, kind in data.features.items() if isinstance(kind, datasets.ClassLabel)
         }
+        for key, kind in data.features.items():
+            if isinstance(kind, datasets.Image):
+                data = data.cast_column(key, datasets.Image(decode=False))
         return Table(f"{name}, split '{split}'", data.to_dict(), classes)
 
     return {split: partial(read, split) for split in found}
 
 
 def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split, list[str]]:
-    """Splits off a random `fraction` of the texts; returns the remaining rows, the held-out rows and notes.
+    """Splits off a random `fraction` of the samples; returns the remaining rows, the held-out rows and notes.
 
-    Rows with the same text, which may have different labels, are on the same side; they count as the first one. Per
-    class, at least one text remains, and at least one is held out if the class has two or more.
+    Rows with the same content, which may have different labels, are on the same side; they count as the first one. Per
+    class, at least one content remains, and at least one is held out if the class has two or more.
     """
-    first = first_with_same_text(split.texts)
+    first = first_with_same_text(split.contents)
     distinct = first == np.arange(len(split))
     strata = split.labels if split.labels.dtype == np.int64 else np.zeros(len(split), np.int64)
     held = np.zeros(len(split), bool)
@@ -260,11 +335,13 @@ def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split, l
         held[numpy_rng(seed, "holdout", int(stratum)).permutation(rows)[:count]] = True
     if not held.any():
         raise UserError(
-            f"data.holdout={fraction}: found {len(split)} rows with one text per class, too few to hold any out; "
-            f"give data.validation"
+            f"data.holdout={fraction}: found {len(split)} rows with one {split.kind} per class, too few to hold any "
+            f"out; give data.validation"
         )
     held, repeats = held[first], int((~distinct).sum())
-    note = f"{repeats:,} of {len(split):,} rows repeat the text of another row; the hold-out keeps equal texts together"
+    kind = split.kind
+    note = f"{repeats:,} of {len(split):,} rows repeat the {kind} of another row; the hold-out keeps equal {kind}s "
+    note += "together"
     return split.take(np.flatnonzero(~held)), split.take(np.flatnonzero(held)), [note] if repeats else []
 
 

@@ -27,16 +27,17 @@ def review(train: Split, validation: Split, classes: Sequence[str]) -> list[str]
 
 
 def _repeated_texts(train: Split, validation: Split) -> list[str]:
-    found = []
-    if shared := count_shared(validation.texts, train.texts):
+    found, kind = [], train.kind
+    article = "an" if kind == "image" else "a"
+    if shared := count_shared(validation.contents, train.contents):
         whole = "all" if shared == len(validation) else f"{shared:,} of"
         found.append(
-            f"{whole} {len(validation):,} validation samples have a text that the training split has too; "
-            f"their scores do not show how the model does on new texts"
+            f"{whole} {len(validation):,} validation samples have {article} {kind} that the training split has too; "
+            f"their scores do not show how the model does on new {kind}s"
         )
-    texts = [[*ours, *theirs] for ours, theirs in zip(train.texts, validation.texts, strict=True)]
+    texts = [[*ours, *theirs] for ours, theirs in zip(train.contents, validation.contents, strict=True)]
     if relabelled := count_relabelled(texts, np.concatenate([train.labels, validation.labels])):
-        found.append(f"texts that have different labels in different rows: {relabelled:,}")
+        found.append(f"{kind}s that have different labels in different rows: {relabelled:,}")
     return found
 
 

@@ -13,6 +13,9 @@ class DataSettings:
     """The task: a known name, or your own files."""
 
     title: str | None = setting(None, "the data set's name in reports, any text; does not change results")
+    task: Literal["classification", "causal_lm", "image_classification"] = setting(
+        "classification", "what is learned: the class or value of a text, a text's next tokens, or an image's class"
+    )
     name: str | None = setting(None, "glue/<task>, 20newsgroups, a folder of text files, or package:<module>/<folder>")
     train: str | None = setting(None, "your own training file: CSV, JSON lines or parquet")
     validation: str | None = setting(None, "your own validation file; without one, `holdout` of train is held out")
@@ -21,6 +24,13 @@ class DataSettings:
     regression: bool | None = setting(None, "labels are numbers, not classes; null = where they are not all whole")
     strip: list[Literal["headers", "footers", "quotes"]] | None = setting(
         None, "parts removed from the messages of 20newsgroups; [] = none, null = all three"
+    )
+    image: str | None = setting(None, "column of the image of your own files, of data.task=image_classification")
+    image_size: int | None = setting(
+        None, "side in pixels of the square images that are kept; null = their own, where all are equal"
+    )
+    augment: Literal["none", "standard"] = setting(
+        "none", "standard = images of local steps are flipped and cropped at random, never those of an evaluation"
     )
     max_length: int = setting(128, "tokens beyond this are cut")
     holdout: float = setting(0.2, "fraction of train held out where there is no validation split")

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedllm.data.known_datasets import KNOWN_DATASETS
+from fedllm.data.known_images import known_images, reads_images
 from fedllm.tasks.base import LOSS, Task
+from fedllm.tasks.image_classification import METRIC, ImageClassification
 from fedllm.tasks.metrics import METRICS
 from fedllm.tasks.sequence_classification import SequenceClassification, SequenceRegression
 
@@ -19,7 +21,13 @@ _OF_CLASSES, _OF_NUMBERS = "accuracy_macro_f1", "pearson_spearman"
 
 def task_of(settings: DataSettings, classes: Sequence[str]) -> Task:
     """The task of a data set: a classification where its labels are `classes`, in the order of their ids, else a
-    regression. The metric is the official one of a data set that is known by name."""
+    regression; of images, always a classification, and settings.image_size is the side of those that were kept. The
+    metric is the official one of a data set that is known by name."""
+    if reads_images(settings):
+        assert settings.image_size is not None, "the images' own size, once they were read"
+        images = known_images(settings)
+        mean, std = (images.mean, images.std) if images else (None, None)
+        return ImageClassification(classes, settings.image_size, mean, std, settings.augment == "standard")
     known = KNOWN_DATASETS.get(settings.name or "")
     if classes:
         return SequenceClassification(classes, known.metric if known else _OF_CLASSES)
@@ -29,6 +37,8 @@ def task_of(settings: DataSettings, classes: Sequence[str]) -> Task:
 def score_names(settings: DataSettings) -> list[str]:
     """The scores that an evaluation may give, before the data are read: LOSS last, and of your own data, whose labels
     may be classes or numbers, the metrics of both."""
+    if reads_images(settings):
+        return [*METRICS[METRIC][0], LOSS]
     known = KNOWN_DATASETS.get(settings.name or "")
     keys = [known.metric] if known else [_OF_CLASSES, _OF_NUMBERS]
     return [*dict.fromkeys(name for key in keys for name in METRICS[key][0]), LOSS]
