@@ -108,6 +108,11 @@ class Dataset:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
+    @property
+    def image_size(self) -> int | None:
+        """The side of its images in pixels, None for texts."""
+        return None if self.train.images is None else int(self.train.images.shape[-1])
+
 
 def load_dataset(
     settings: DataSettings, local_hub: str | None = None, progress: ProgressCallback | None = None

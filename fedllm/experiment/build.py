@@ -25,7 +25,8 @@ from fedllm.config.recipe import FREE_KEYS, Recipe
 from fedllm.data.client_batches import ClientBatches
 from fedllm.data.loading import Dataset, load_dataset
 from fedllm.data.partition_file import digest, get_partition
-from fedllm.data.tokenization import Tokens
+from fedllm.data.pixels import Pixels
+from fedllm.data.samples import Samples
 from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.memory_plan import choose_stacked_clients, pass_bytes
 from fedllm.federation.executor import Executor
@@ -47,7 +48,7 @@ T = TypeVar("T")
 class Job:
     """A recipe and all objects built from it, ready for the first step.
 
-    recipe: with the model.head that was chosen, where it was "auto".
+    recipe: with the model.head that was chosen, where it was "auto", and the data.image_size, where it was null.
     """
 
     recipe: Recipe
@@ -57,7 +58,7 @@ class Job:
     backbone: Backbone
     model: PeftModel
     parts: list[np.ndarray]
-    validation: Tokens
+    validation: Samples
     algorithm: Algorithm
     problem: LoraProblem
     info: RoundInfo
@@ -86,9 +87,12 @@ class Job:
         return {"training": self.dataset.fingerprint, "validation": validation, "partition": digest(self.parts)}
 
     def base_digest(self) -> str:
-        """A digest of the frozen model, and of the tokens that its tokenizer makes of the data."""
+        """A digest of the frozen model, and of what it reads of the data: tokens, or images as they are normalised."""
         found = hashlib.sha256(fingerprint(self.model).encode())
         for tokens in (self.problem.rows.tokens, self.validation):
+            if isinstance(tokens, Pixels):
+                found.update(tokens.fingerprint())
+                continue
             found.update(tokens.input_ids.cpu().numpy().tobytes())
             found.update(tokens.offsets.cpu().numpy().tobytes())
         return found.hexdigest()
@@ -122,6 +126,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     require_own_files(recipe)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
         dataset = cache.get("dataset", (recipe.data, hub), lambda: load_dataset(recipe.data, hub, progress))
+    recipe = replace(recipe, data=replace(recipe.data, image_size=dataset.image_size))
     task = task_of(recipe.data, dataset.classes)
     _check_target(recipe, task, dataset)
     parts = get_partition(recipe.partition, dataset)
@@ -164,14 +169,14 @@ def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone,
     return backbone, model
 
 
-def _tokenize(recipe: Recipe, dataset: Dataset, task: Task, backbone: Backbone, cache: ReadCache) -> list[Tokens]:
-    """The tokens of the training and of the validation samples."""
+def _tokenize(recipe: Recipe, dataset: Dataset, task: Task, backbone: Backbone, cache: ReadCache) -> list[Samples]:
+    """The tokens, or images, of the training and of the validation samples."""
     splits, length = (dataset.train, dataset.validation), recipe.data.max_length
     with stage("tokenizing") as progress:
         return cache.get(
             "tokens",
             (recipe.data, recipe.model.name, recipe.run.local_hub),
-            lambda: [task.encode(split, backbone.tokenizer, length, progress) for split in splits],
+            lambda: [task.encode(split, backbone.encoder, length, progress) for split in splits],
         )
 
 
@@ -209,7 +214,7 @@ def _engine_settings(recipe: Recipe, machine: Machine, backbone: Backbone) -> En
         slices=None if recipe.run.slices == "auto" else recipe.run.slices,
         pass_bytes=pass_bytes(machine.device),
         checkpointing=recipe.run.gradient_checkpointing,
-        pad_id=int(backbone.tokenizer.pad_token_id or 0),
+        pad_id=backbone.pad_id,
     )
 
 

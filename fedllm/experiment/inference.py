@@ -13,7 +13,9 @@ from torch import Tensor
 from fedllm.common.console import ProgressCallback
 from fedllm.common.tensors import shortest
 from fedllm.data.loading import Split
-from fedllm.data.tokenization import Tokens, send
+from fedllm.data.pixels import Pixels
+from fedllm.data.samples import Samples
+from fedllm.data.tokenization import send
 from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.trained import TrainedRun
 from fedllm.models.quantization import lower, settle
@@ -54,15 +56,16 @@ class Inference:
         self._cuts = 1
 
     @torch.no_grad()
-    def outputs(self, tokens: Tokens) -> Tensor:
+    def outputs(self, tokens: Samples) -> Tensor:
         """Outputs of the head [n, L], float32 on the CPU. Raises RunError where a sample alone does not fit."""
         lengths = tokens.lengths.numpy()
         device, autocast = self.machine.device, self.machine.autocast
-        pad_id = int(self.run.backbone.tokenizer.pad_token_id or 0)
+        pad_id = self.run.backbone.pad_id
         precision = nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
 
         def outputs_of(index: Tensor) -> Tensor:
-            inputs = {name: send(value, device) for name, value in tokens.rows(index, pad_id=pad_id).items()}
+            rows = tokens.rows(index) if isinstance(tokens, Pixels) else tokens.rows(index, pad_id=pad_id)
+            inputs = {name: send(value, device) for name, value in rows.items()}
             with precision:
                 found: Tensor = self.run.model(**inputs).logits
             return found.float().cpu()
@@ -71,10 +74,10 @@ class Inference:
         found, self._cuts = evaluate(outputs_of, lengths, batches, self._cuts)
         return found
 
-    def tokens(self, split: Split, progress: ProgressCallback | None = None) -> Tokens:
+    def tokens(self, split: Split, progress: ProgressCallback | None = None) -> Samples:
         """The samples as the run's own samples were encoded."""
         recipe = self.run.recipe
-        return self.run.task.encode(split, self.run.backbone.tokenizer, recipe.data.max_length, progress)
+        return self.run.task.encode(split, self.run.backbone.encoder, recipe.data.max_length, progress)
 
     def predict(self, *texts: Sequence[str]) -> Predictions:
         """Predictions for n samples. texts: one column of n texts, or two if the run was trained on pairs."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from fedllm.blocks import BlockPartition
 from fedllm.common.profiling import section
 from fedllm.data.client_batches import ClientBatches
-from fedllm.data.tokenization import Tokens, send
+from fedllm.data.samples import Samples
+from fedllm.data.tokenization import send
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.models.quantization import settle
 from fedllm.problems.base import Problem
@@ -46,7 +47,7 @@ class LoraProblem(Problem):
     def __init__(
         self,
         model: nn.Module,
-        tokens: Tokens,
+        tokens: Samples,
         batches: ClientBatches,
         losses: Losses,
         settings: EngineSettings,
@@ -136,7 +137,7 @@ class LoraProblem(Problem):
         return gradients[np.argsort(falling)]
 
     @torch.no_grad()
-    def outputs(self, x: Tensor, tokens: Tokens, part: int = 0, parts: int = 1) -> Tensor:
+    def outputs(self, x: Tensor, tokens: Samples, part: int = 0, parts: int = 1) -> Tensor:
         """Outputs of the head [n, L] (float32, CPU) for all samples at x [d], in large batches of similar lengths.
 
         Of these batches only every `parts`-th from number `part` on is computed; the rows of the others are zeros.
