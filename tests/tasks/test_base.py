@@ -14,8 +14,8 @@ from fedllm.tasks.metrics import METRICS
 
 PACKAGE = Path(fedllm.__file__).parent
 KNOWING = ("tasks", "data")
-# Whose errors tell the user of the logits that a model gave.
-TELLING = {"problems/lora/compatibility.py"}
+# Whose errors tell the user of the logits that a model gave; and a model, whose output is named so by transformers.
+TELLING = {"problems/lora/compatibility.py", "models/conv_nets.py"}
 
 
 def words(source: str) -> set[str]:
