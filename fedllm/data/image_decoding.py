@@ -103,14 +103,13 @@ def _decode(where: str, content: bytes, size: int | None) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns from 89 million pixels on; ours is the lower limit
             with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-                width, height = image.size
-                if width * height > MOST_PIXELS:
-                    raise UserError(
-                        f"{where}: found an image of {width:,} x {height:,} pixels, expected at most {MOST_PIXELS:,}"
-                    )
+                if image.width * image.height > MOST_PIXELS:
+                    raise Image.DecompressionBombError
                 upright = ImageOps.exif_transpose(image).convert("RGB")
-    except UserError:
-        raise
+    except Image.DecompressionBombError as error:
+        raise UserError(
+            f"{where}: found an image too large to decode, expected at most {MOST_PIXELS:,} pixels"
+        ) from error
     except Exception as error:  # Pillow's readers raise many types for a damaged file
         raise UserError(
             f"{where}: is no image that can be read ({type(error).__name__}), expected {', '.join(_FORMATS)}"

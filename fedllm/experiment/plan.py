@@ -77,13 +77,16 @@ def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
 
 
 def _rows(job: Job) -> str:
-    if job.problem.packed:
+    if job.backbone.images is not None:
+        rows = "one image per row"
+    elif job.problem.packed:
         rows = "several samples per row"
     else:
         rows = "one sample per row" if job.recipe.run.slices != "auto" else "one sample per row, as this model needs it"
     if job.recipe.run.gradient_checkpointing:
         rows += ", blocks computed again"
-    return f"{rows}, passes of {int(job.problem.pass_tokens):,} tokens unless a client alone has more"
+    unit = "tokens" if job.backbone.images is None else "patches"
+    return f"{rows}, passes of {int(job.problem.pass_tokens):,} {unit} unless a client alone has more"
 
 
 def _vectors(job: Job) -> str:

@@ -41,12 +41,16 @@ class ImageClassification(Classification):
         self, split: Split, encoder: ImageFormat, max_length: int, progress: ProgressCallback | None = None
     ) -> Pixels:
         assert split.images is not None, "an image task reads images"
-        return Pixels(
-            torch.from_numpy(split.images),
-            torch.from_numpy(split.labels.copy()),
-            encoder.size or split.images.shape[-1],
-            encoder.mean or self._mean or _MIDDLE,
-            encoder.std or self._std or _MIDDLE,
-            self._augment,
-            encoder.patches,
-        )
+        images, targets = torch.from_numpy(split.images), torch.from_numpy(split.labels.copy())
+        mean, std = self.normalisation(encoder)
+        return Pixels(images, targets, self.side(encoder), mean, std, self._augment, encoder.patches)
+
+    def side(self, encoder: ImageFormat) -> int:
+        """The side in pixels of the images that a model reads: its own, else that of the kept images."""
+        found = encoder.size or self.head.image_size
+        assert found is not None
+        return found
+
+    def normalisation(self, encoder: ImageFormat) -> tuple[Channels, Channels]:
+        """Mean and standard deviation of the channels: the model's own, else the data's, else 0.5 and 0.5."""
+        return encoder.mean or self._mean or _MIDDLE, encoder.std or self._std or _MIDDLE

@@ -42,7 +42,7 @@ def save_model(folder: Path, family: str, processor: dict[str, Any] | None = Non
 
 
 def coloured(count: int, seed: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 images [n, 3, side, side] and labels [n]: noise, with more of one channel: 0 of the last, 2 of the first."""
+    """uint8 images [n, 3, side, side] and labels [n]: noise, and more of one channel: 0 of the last, 2 the first."""
     draw = np.random.default_rng(seed)
     labels = np.arange(count) % 3
     images = draw.integers(0, 128, (count, 3, side, side))

@@ -84,7 +84,11 @@ def test_each_source_of_chance_changes_the_gradient(tmp_path: Path) -> None:
     plain = problem_of(adapted(tmp_path / "plain", "swin"), pixels(12))
     X = rows_of(plain)
     before = plain.gradient(X, [0, 1, 2], 0, 0)
-    for name, rate, dropout, augment in (("model", 0.2, 0.0, False), ("lora", 0.0, 0.2, False), ("crop", 0.0, 0.0, True)):
+    for name, rate, dropout, augment in (
+        ("model", 0.2, 0.0, False),
+        ("lora", 0.0, 0.2, False),
+        ("crop", 0.0, 0.0, True),
+    ):
         problem = problem_of(adapted(tmp_path / name, "swin", rate, dropout), pixels(12, augment=augment))
         assert torch.equal(problem.initial(), plain.initial())
         found = problem.gradient(X, [0, 1, 2], 0, 0)
