@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,15 @@ class Tokens:
 
     input_ids: int32 [total]. token_type_ids: uint8 [total], or None if the tokenizer gives none or all are zero.
     offsets: int64 [n + 1]. targets: int64 class ids or float32 values [n], the task's target of each example.
+    learned: bool [total], the tokens that are to be predicted from those before them, never an example's first one, and
+    at least one of each example; None where an example's target is not its tokens.
     """
 
     input_ids: torch.Tensor
     token_type_ids: torch.Tensor | None
     offsets: torch.Tensor
     targets: torch.Tensor
+    learned: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -38,6 +42,14 @@ class Tokens:
     def lengths(self) -> torch.Tensor:
         """The number of tokens of each example, int64 [n]."""
         return self.offsets.diff()
+
+    @cached_property
+    def sizes(self) -> torch.Tensor:
+        """How many targets the loss of each example is the sum of, int64 [n]: its learned tokens, or 1."""
+        if self.learned is None:
+            return torch.ones(len(self), dtype=torch.long)
+        sums = torch.cat([torch.zeros(1, dtype=torch.long), self.learned.cumsum(0)])
+        return sums[self.offsets].diff()
 
     def to(self, device: torch.device | str) -> Tokens:
         """The same tokens on `device`."""
@@ -48,6 +60,7 @@ class Tokens:
             token_type_ids=types,
             offsets=self.offsets.to(device),
             targets=self.targets.to(device),
+            learned=None if self.learned is None else self.learned.to(device),
         )
 
     def rows(self, indices: torch.Tensor, length: int | None = None, pad_id: int = 0) -> dict[str, torch.Tensor]:

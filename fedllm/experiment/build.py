@@ -95,6 +95,8 @@ class Job:
                 continue
             found.update(tokens.input_ids.cpu().numpy().tobytes())
             found.update(tokens.offsets.cpu().numpy().tobytes())
+            if tokens.learned is not None:
+                found.update(tokens.learned.cpu().numpy().tobytes())
         return found.hexdigest()
 
 

@@ -23,6 +23,6 @@ def image_loading(backbone: Backbone, task: Task, merged: bool) -> str:
         f"{config}model = AutoModelForImageClassification.from_pretrained(folder{options})\n"
         f'image = Image.open("an_image.png").convert("RGB").resize(({size}, {size}), Image.Resampling.BILINEAR)\n'
         f"values = (np.asarray(image) / 255 - {list(mean)}) / {list(std)}\n"
-        "logits = model(torch.tensor(values, dtype=torch.float32).permute(2, 0, 1)[None]).logits\n"
-        "print(model.config.id2label[int(logits.argmax())])\n"
+        "output = model(torch.tensor(values, dtype=torch.float32).permute(2, 0, 1)[None])\n"
+        "print(model.config.id2label[int(output.logits.argmax())])\n"
     )

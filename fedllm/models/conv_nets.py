@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
@@ -14,7 +15,7 @@ from fedllm.common.errors import UserError
 GROUPS = 2  # of GroupNorm in the FedGN style of Hsieh et al. 2020, as in Adaptive Federated Optimization, App. C
 
 
-class ConvNetConfig(PreTrainedConfig):  # type: ignore[misc]
+class ConvNetConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     """widths: filters of each stage. blocks: residual blocks of each stage; () for one convolution a stage.
 
     hidden: width of the layer before the classifier, None for none. norm: batch or group.
@@ -44,10 +45,10 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[b, inputs, H, W] -> [b, width, H / stride, W / stride]."""
         found: Tensor = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))
-        return (found + self.shortcut(x)).relu()
+        return F.relu(found + self.shortcut(x))
 
 
-class ConvNet(PreTrainedModel):
+class ConvNet(PreTrainedModel):  # type: ignore[no-untyped-call]
     """A classifier of images [b, 3, H, W]; see ConvNetConfig. Its head is `classifier`."""
 
     config_class = ConvNetConfig
@@ -58,9 +59,8 @@ class ConvNet(PreTrainedModel):
         super().__init__(config)
         widths = list(config.widths or ())
         self.features = _residual(config, widths) if config.blocks else _plain(config, widths)
-        last = config.hidden or widths[-1]
-        self.classifier = nn.Linear(last, config.num_labels)
-        self.post_init()
+        self.classifier = nn.Linear(config.hidden or widths[-1], len(config.id2label))
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(self, pixel_values: Tensor, **_: Any) -> ImageClassifierOutputWithNoAttention:
         """pixel_values: [b, 3, H, W]. The output has logits [b, classes]."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
 
 from transformers import PreTrainedModel
 
@@ -48,4 +47,4 @@ def _normalisation(folder: Path | None) -> tuple[Channels | None, Channels | Non
         raise UserError(
             f"{path}: found image_mean {mean} and image_std {std}, expected three numbers each, std above 0"
         )
-    return cast(Channels, mean), cast(Channels, std)
+    return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,9 @@ from transformers import PreTrainedConfig, ViTConfig
 from fedllm.models.conv_nets import ConvNetConfig
 from fedllm.tasks.heads import Head
 
-_RESNET18 = {"widths": [64, 128, 256, 512], "blocks": [2, 2, 2, 2]}
-
 
 def _resnet18(norm: str) -> Callable[..., PreTrainedConfig]:
-    return lambda **keys: ConvNetConfig(**_RESNET18, norm=norm, **keys)
+    return partial(ConvNetConfig, widths=[64, 128, 256, 512], blocks=[2, 2, 2, 2], norm=norm)
 
 
 def _cnn(**keys: Any) -> PreTrainedConfig:

@@ -42,7 +42,9 @@ def amount(plan: SweepPlan) -> str:
     runs = f"{_count(plan.num_runs(), 'run')}"
     if plan.grid.choose is None:
         return f"{_count(cells, 'cell')}: {runs}, every cell {each}"
-    trials = f"{_count(len(plan.tried_cells()), 'trial')} of {_count(plan.grid.choose.rounds, 'round')}"
+    rounds = plan.grid.choose.rounds
+    length = "as many rounds as a run" if rounds is None else _count(rounds, "round")
+    trials = f"{_count(len(plan.tried_cells()), 'trial')} of {length}"
     best = "the best cell" if cases == 1 else f"the best cell of each of {cases} cases"
     return f"{_count(cells, 'cell')}: {trials}, then {runs}, {best} {each}"
 

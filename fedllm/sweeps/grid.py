@@ -24,13 +24,13 @@ Overrides = dict[str, Any]
 class Choose:
     """Every cell of a case is tried for a few rounds with the first seed; only its best cell is run in full."""
 
-    rounds: int = setting(10, "rounds of a trial")
+    rounds: int | None = setting(10, "rounds of a trial; null = as many as a run has")
     by: str = setting(LOSS, "what decides which trial is best: eval_loss (the lowest) or a metric (the highest)")
     set: Overrides = setting(dict, "overrides of the trials alone")
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise UserError(f"rounds: found {self.rounds}, expected a positive number")
+        if self.rounds is not None and self.rounds < 1:
+            raise UserError(f"rounds: found {self.rounds}, expected a positive number or null")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def check_choice(choose: Choose, recipe: Recipe, *, trials: int) -> None:
         raise UserError(
             f"choose.by: found '{choose.by}'{nearest(choose.by, names)}, expected one of {', '.join(names)}"
         )
-    if trials > 1 and choose.rounds > recipe.federation.rounds:
+    if trials > 1 and choose.rounds is not None and choose.rounds > recipe.federation.rounds:
         raise UserError(
             f"choose.rounds: found {choose.rounds}, expected at most the {recipe.federation.rounds} of "
             f"federation.rounds, for a trial is a short run"

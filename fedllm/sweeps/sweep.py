@@ -139,7 +139,7 @@ def _best(members: list[Cell], plan: SweepPlan, choose: Choose, runner: _Runner)
         return members
     seed = {"run.seed": plan.grid.seeds[0]} if plan.grid.seeds else {}
     trials = {cell: plan.out / "trials" / cell.name for cell in members}
-    length = {"federation.rounds": choose.rounds}
+    length = {} if choose.rounds is None else {"federation.rounds": choose.rounds}
     runner.try_out({folder: plan.load(cell, choose.set | seed | length) for cell, folder in trials.items()})
     outcomes = {
         cell: runner.executor.on_first(lambda folder=folder: _outcome(folder, choose.by))  # type: ignore[misc]
@@ -176,4 +176,4 @@ def _write_trials(out: Path, choose: Choose, tried: Sequence[Cell]) -> None:
         if (out / "trials" / cell.name).is_dir()
     ]
     table = markdown_table(("case", "cell", choose.by), rows, words=("case", "cell"))
-    replace_text(out / "trials.md", f"Best {choose.by} of {choose.rounds} rounds.\n\n{table}")
+    replace_text(out / "trials.md", f"Best {choose.by} of {choose.rounds or 'all'} rounds.\n\n{table}")

@@ -77,7 +77,8 @@ def plan_table(
     """The plan of a table; see `fedllm.sweeps.table_suite.run_table`.
 
     model: the paper's by default, or the table's small_model. algorithms, tasks: () for all of the table. seeds: ()
-    for the recipes' own. out: the folder in which the table has a folder of its own. Raises UserError for a mistake in any of them.
+    for the recipes' own. out: the folder in which the table has a folder of its own. Raises UserError for a mistake in
+    any of them.
     """
     table = TABLES[name]
     chosen = model or table.model

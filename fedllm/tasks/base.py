@@ -26,19 +26,21 @@ if TYPE_CHECKING:
     from fedllm.tasks.heads import Head
 
 LOSS = "eval_loss"  # the name of an evaluation's loss, beside a task's scores
+PERPLEXITY = "perplexity"
 
 
 def lower_is_better(name: str) -> bool:
     """Whether the lowest value of a score is the best one. Reports know a score by its name alone."""
-    return name == LOSS
+    return name in (LOSS, PERPLEXITY)
 
 
 def require_reachable(target: Mapping[str, float]) -> None:
     """Raises UserError, naming the first metric that no model can bring to its target: a score above 1, a loss below
-    0."""
+    0, a perplexity below 1."""
     for name, value in target.items():
-        limit = "at least 0, where every loss ends" if lower_is_better(name) else "at most 1, where every metric ends"
-        if value < 0 if lower_is_better(name) else value > 1:
+        least = 1 if name == PERPLEXITY else 0
+        limit = f"at least {least}, its least value" if lower_is_better(name) else "at most 1, where every metric ends"
+        if value < least if lower_is_better(name) else value > 1:
             raise UserError(f"target: found {name}: {value:g}, expected {limit}")
 
 

@@ -27,6 +27,11 @@ class Head:
     image_size: int | None = None
 
 
+def language_head() -> Head:
+    """The output embedding of a causal language model: a logit per word of the vocabulary. It is not trained."""
+    return Head("AutoModelForCausalLM", "CAUSAL_LM", {})
+
+
 def sequence_head(num_labels: int, *, regression: bool = False, label_names: Sequence[str] | None = None) -> Head:
     """A head that gives `num_labels` outputs per sample: one per class, or the one value of a regression.
 

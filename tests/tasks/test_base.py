@@ -9,13 +9,19 @@ import pytest
 
 import fedllm
 from fedllm.results import format as written
-from fedllm.tasks.base import LOSS, lower_is_better
+from fedllm.tasks.base import LOSS, PERPLEXITY, lower_is_better
 from fedllm.tasks.metrics import METRICS
 
 PACKAGE = Path(fedllm.__file__).parent
 KNOWING = ("tasks", "data")
-# Whose errors tell the user of the logits that a model gave; and a model, whose output is named so by transformers.
-TELLING = {"problems/lora/compatibility.py", "models/conv_nets.py"}
+# Where errors tell the user of logits, the losses of a language model are computed from them, a chunk at a time, or a
+# model's output is named so by transformers.
+TELLING = {
+    "models/conv_nets.py",
+    "problems/lora/compatibility.py",
+    "problems/lora/frozen_head.py",
+    "problems/lora/readout.py",
+}
 
 
 def words(source: str) -> set[str]:
@@ -25,6 +31,7 @@ def words(source: str) -> set[str]:
 
 def test_the_loss_falls_and_metrics_rise() -> None:
     assert lower_is_better(LOSS)
+    assert lower_is_better(PERPLEXITY)
     assert not any(lower_is_better(name) for names, _ in METRICS.values() for name in names)
     assert written.LOSS == LOSS == "eval_loss"
 

@@ -15,17 +15,18 @@ from fedllm.common.memory import out_of_memory
 from fedllm.data.samples import Samples
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.models.lora import base_model
+from fedllm.problems.lora.readout import Readout
 
 
 class IndependenceCheck:
     """Two clients with trainable values X [2, d] drawn at random, each with the shortest and the longest sample.
 
-    index [4]: these samples. alone [2, 2, L]: their outputs by the plain PEFT model, one sample at a time and without
-    padding. Raises UserError where the model cannot compute them, or they are not finite.
+    index [4]: these samples. alone [2, 2, K]: what the plain PEFT model gives for them (see Readout.comparable), one
+    sample at a time and without padding. Raises UserError where the model cannot compute them, or they are not finite.
     """
 
     @torch.no_grad()
-    def __init__(self, model: Any, space: ParameterSpace, tokens: Samples) -> None:
+    def __init__(self, model: Any, space: ParameterSpace, tokens: Samples, readout: Readout) -> None:
         self._kind = type(base_model(model)).__name__
         x = space.gather(model)
         self.X = x.repeat(2, 1)
@@ -34,13 +35,16 @@ class IndependenceCheck:
             value.copy_(torch.randn(value.shape, generator=draw) / (3 * value.shape[-1]) ** 0.5)
         samples = torch.stack([tokens.lengths.argmin(), tokens.lengths.argmax()])
         self.index = samples.repeat(2)
+        self._readout = readout
         found = []
         try:
             for row in self.X:
                 space.scatter(model, row)
                 for sample in samples:
                     inputs = {name: value.to(x.device) for name, value in tokens.rows(sample[None]).items()}
-                    found.append(model(**inputs).logits.float())
+                    found.append(readout.plain(model, inputs, tokens, sample))
+        except UserError:
+            raise
         except Exception as error:  # the model's own code, which may fail in any way
             if out_of_memory(error):
                 raise
@@ -67,6 +71,7 @@ class IndependenceCheck:
                 f"{self._kind} drops out at a rate of {dropout.rate:g} with torch.nn.functional.dropout, which cannot "
                 f"be drawn client by client; set model.dropout=0 to train without"
             )
+        found = self._readout.comparable(found)
         apart = float((found.view_as(self.alone) - self.alone).norm() / (self.alone[0] - self.alone[1]).norm())
         if not apart < tolerance:
             raise UserError(

@@ -15,15 +15,12 @@ from fedllm.problems.lora.pass_context import PassContext
 
 
 class PackedHooks:
-    """The hooks of a transformers model. They do nothing in a pass whose rows are single samples, as images are."""
+    """The hooks of a transformers model. They do nothing in a pass whose rows are single samples."""
 
     def __init__(self, model: Any, context: PassContext) -> None:
         self._context = context
-        self._handles: list[RemovableHandle] = []
-        if model.main_input_name != "input_ids":
-            return
         backbone: nn.Module = getattr(model, model.base_model_prefix)
-        self._handles += [
+        self._handles: list[RemovableHandle] = [
             backbone.register_forward_pre_hook(self._give_rows, with_kwargs=True),
             backbone.register_forward_hook(self._read_output),
         ]

@@ -59,10 +59,11 @@ def find_packed_rows(padded: PaddedRows, *, equal: bool, tolerance: float) -> Pa
         return None
     x = model.start[None]
 
-    def packed_outputs(rows: Packed) -> Tensor:
-        return model.packed(x, rows.to(x.device))
+    def padded_outputs(index: Tensor) -> Tensor:
+        return model.readout.comparable(padded.outputs_of(x, index))
 
-    found = find_format(
-        model.model, tokens, lambda index: padded.outputs_of(x, index), packed_outputs, tolerance, pad_id
-    )
+    def packed_outputs(rows: Packed) -> Tensor:
+        return model.readout.comparable(model.packed(x, rows.to(x.device)))
+
+    found = find_format(model.model, tokens, padded_outputs, packed_outputs, tolerance, pad_id)
     return None if found is None else PackedRows(model, tokens, pad_id, found, equal)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from fedllm.data.tokenization import Tokens, send
+from fedllm.problems.lora.learned_tokens import LearnedTokens
 
 # The length of a row at which its attention costs as much as its matrix products: per token and layer, 4 h L operations
 # against 24 h^2, for h = 700.
@@ -46,7 +47,8 @@ class Packed:
     inputs: input_ids, position_ids and, where the tokens have any, token_type_ids [R, L].
     sample, position [R, L]: which of the N samples a token belongs to, -1 for padding, and its place there.
     reads [N]: place of the token that the head reads, among the R * L; of a missing sample any place of its client.
-    counts [C]: rows of each client. causal: a token attends to earlier ones only.
+    counts [C]: rows of each client. causal: a token attends to earlier ones only. learned: the tokens to predict, None
+    where the head reads one token of each sample.
     """
 
     inputs: dict[str, Tensor]
@@ -55,6 +57,7 @@ class Packed:
     reads: Tensor
     counts: list[int]
     causal: bool
+    learned: LearnedTokens | None = None
 
     def mask(self, dtype: torch.dtype) -> Tensor:
         """What is added to the attention scores [R, 1, L, L]: 0 where a token attends, else -inf.
@@ -77,7 +80,8 @@ class Packed:
         """The same rows on `device`."""
         inputs = {name: send(value, device) for name, value in self.inputs.items()}
         sample, position, reads = (send(value, device) for value in (self.sample, self.position, self.reads))
-        return Packed(inputs, sample, position, reads, self.counts, self.causal)
+        learned = None if self.learned is None else self.learned.to(device)
+        return Packed(inputs, sample, position, reads, self.counts, self.causal, learned)
 
 
 def pack(
@@ -116,7 +120,8 @@ def pack(
     if tokens.token_type_ids is not None:
         inputs["token_type_ids"] = laid(tokens.token_type_ids[source])
     reads = torch.from_numpy(begin + last if format.causal else begin)
-    return Packed(inputs, laid(sample, fill=-1), laid(position), reads, counts.tolist(), format.causal)
+    learned = LearnedTokens.within(tokens, flat, begin)
+    return Packed(inputs, laid(sample, fill=-1), laid(position), reads, counts.tolist(), format.causal, learned)
 
 
 def _place(lengths: np.ndarray, equal: bool, length: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedllm.common.profiling import section
 from fedllm.data.pixels import Pixels
 from fedllm.data.tokenization import send
+from fedllm.problems.lora.learned_tokens import LearnedTokens
 from fedllm.problems.lora.micro_batches import MicroBatch, micro_batches
 from fedllm.problems.lora.row_layout import DropoutKeys, RowLayout
 
@@ -42,19 +43,27 @@ class PaddedRows(RowLayout):
             real = micro.samples >= 0
             index = torch.where(real, micro.samples, self._shortest).reshape(-1)
             inputs = self._inputs(index, X.device, drops, real.reshape(-1), micro.length)
+            learned = self._learned(micro.samples.reshape(-1), micro.length, X.device)
         with section("forward"):
-            return self.model(X, inputs, drops)
+            return self.model(X, inputs, drops, learned)
 
     def outputs_of(self, X: Tensor, index: Tensor, keys: Tensor | None = None) -> Tensor:
         """Outputs of the head [n, L] for the samples `index` [n], as many for each client, and parameters X [C, d].
 
         keys [n]: dropout keys of the samples, None for no dropout and no augmentation.
         """
-        return self.model(X, self._inputs(index, X.device, keys), keys)
+        length = int(self.lengths[index].max())
+        learned = self._learned(index, length, X.device)
+        return self.model(X, self._inputs(index, X.device, keys, length=length), keys, learned)
 
     @cached_property
     def _shortest(self) -> int:
         return int(self.lengths.argmin())
+
+    def _learned(self, index: Tensor, length: int, device: torch.device) -> LearnedTokens | None:
+        """The learned tokens of the samples [n] (-1: none), each in a row of `length` tokens."""
+        found = LearnedTokens.within(self.tokens, index.numpy(), np.arange(len(index)) * length)
+        return None if found is None else found.to(device)
 
     def _inputs(
         self,

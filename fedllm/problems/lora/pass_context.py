@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from fedllm.problems.lora.dropout import Dropout
+from fedllm.problems.lora.learned_tokens import LearnedTokens
 from fedllm.problems.lora.packing import Packed
 
 
@@ -18,13 +19,15 @@ class Pass:
     """One forward pass for C clients.
 
     parameters: {name: [C, *shape]}, the clients' trainable values. dropout: None for a pass without. packed: the packed
-    rows, None where each row is one sample. mask [R, 1, L, L]: their attention mask (see Packed.mask). uses: how often
-    the pass has used each dropout layer; ALBERT, for example, uses one layer at every depth.
+    rows, None where each row is one sample. learned: the tokens to predict, None for a classifier. mask [R, 1, L, L]:
+    the packed rows' attention mask (see Packed.mask). uses: how often the pass has used each dropout layer; ALBERT, for
+    example, uses one layer at every depth.
     """
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
     dropout: Dropout | None = None
     packed: Packed | None = None
+    learned: LearnedTokens | None = None
     mask: Tensor | None = None
     uses: Counter[int] = field(default_factory=Counter)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,11 +26,13 @@ from fedllm.problems.lora.memory_probe import measure, measure_checkpointed
 from fedllm.problems.lora.packed_rows import find_packed_rows
 from fedllm.problems.lora.padded_rows import PaddedRows
 from fedllm.problems.lora.passes import Passes
+from fedllm.problems.lora.readout import readout_of
 from fedllm.problems.lora.row_layout import DropoutKeys, RowLayout
 from fedllm.problems.lora.stacked_model import StackedModel
 
 Losses = Callable[[Tensor, Tensor], Tensor]
-"""The loss of each sample [n], of the head's outputs [n, L] and the targets [n]; differentiable in the outputs."""
+"""The loss of each sample [n], a sum over its learned tokens where it has any, of the outputs [n, L] (see Readout) and
+the targets [n]; differentiable in the outputs."""
 
 
 class LoraProblem(Problem):
@@ -37,7 +40,8 @@ class LoraProblem(Problem):
 
     model: a PEFT model whose trainable parameters, in their order, are the flat vector; it is changed until `release`
     (see StackedModel). tokens: the training samples. batches: who takes which at which step; its seed draws the dropout
-    too. losses: the task's. The loss of a client is the mean over its own samples; padding has no weight.
+    too. losses: the task's. The loss of a client is the mean over its own samples, or over their learned
+    tokens where they have any; padding has no weight.
     Raises UserError for a model that cannot be trained so.
 
     rows: how samples are laid out in rows. passes: how clients are cut into passes. eval_cuts: in how many parts each
@@ -56,8 +60,9 @@ class LoraProblem(Problem):
         space = ParameterSpace.of(model)
         self.dim, self.num_clients, self.blocks = space.dim, len(batches.parts), blocks
         settle(model.eval(), settings.autocast)
-        check = IndependenceCheck(model, space, tokens)
-        self.model, self.batches, self.losses = StackedModel(model, space), batches, losses
+        readout = readout_of(model, tokens)
+        check = IndependenceCheck(model, space, tokens, readout)
+        self.model, self.batches, self.losses = StackedModel(model, space, readout), batches, losses
         padded = PaddedRows(self.model, tokens, settings.pad_id)
         exact = self.model.exact
         tolerance = 0.001 if exact else 0.3
@@ -69,6 +74,7 @@ class LoraProblem(Problem):
         self.choose_rows(settings.slices)
         self.model.lower(settings.autocast)
         memory = measure_checkpointed(padded) if settings.checkpointing else measure(padded)
+        memory = replace(memory, fixed=memory.fixed + readout.workspace)
         self.passes = Passes.within(memory, settings.pass_bytes)
         self.eval_cuts = 1
 
@@ -120,7 +126,7 @@ class LoraProblem(Problem):
         losses, gradients = torch.zeros(len(clients), device=X.device), torch.empty_like(X)
         for some in self.passes.cut(self.rows.sizes(batches)):
             keys = partial(row_keys, self.batches.seed, round, step, clients[some])
-            counts = [len(batch) for batch in batches[some]]
+            counts = [self._targets(batch) for batch in batches[some]]
             losses[some], gradients[some] = self._pass(X[some], batches[some], counts, keys)
         return losses, gradients
 
@@ -132,7 +138,7 @@ class LoraProblem(Problem):
         for begin in range(0, len(parts[0]), size := self.batches.batch_size):
             batches = [part[begin : begin + size] for part in parts if begin < len(part)]
             for some in self.passes.cut(self.rows.sizes(batches)):
-                X, counts = x.repeat(len(batches[some]), 1), [len(part) for part in parts[some]]
+                X, counts = x.repeat(len(batches[some]), 1), [self._targets(part) for part in parts[some]]
                 gradients[some] += self._pass(X, batches[some], counts, None)[1]
         return gradients[np.argsort(falling)]
 
@@ -170,12 +176,16 @@ class LoraProblem(Problem):
         """Gives the model back as it was."""
         self.model.release()
 
+    def _targets(self, samples: np.ndarray) -> int:
+        """How many targets the loss of these samples is the mean over."""
+        return int(self.rows.tokens.sizes[torch.from_numpy(samples)].sum())
+
     def _pass(
         self, X: Tensor, batches: list[np.ndarray], counts: list[int], keys: DropoutKeys | None
     ) -> tuple[Tensor, Tensor]:
         """Losses [C] and gradients [C, d] of some clients: one forward and backward per micro-batch.
 
-        counts [C]: samples that a client's mean is over. keys: None for no dropout.
+        counts [C]: targets that a client's mean is over. keys: None for no dropout.
         """
         with section("data"):
             micros = self.rows.micro_batches(batches)
@@ -190,7 +200,7 @@ class LoraProblem(Problem):
     def _descend(self, outputs: Tensor, samples: Tensor, counts: list[int]) -> Tensor:
         """Backward of the samples' part of the clients' mean losses; returns that part [C].
 
-        samples [C, m], -1 for none. counts [C]: samples that a client's mean is over.
+        samples [C, m], -1 for none. counts [C]: targets that a client's mean is over.
         """
         with section("data"):
             real = samples >= 0

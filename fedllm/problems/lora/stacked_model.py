@@ -15,9 +15,10 @@ from fedllm.models.lora import base_model
 from fedllm.models.quantization import lower
 from fedllm.problems.lora.attention_mask import NAME, is_causal, set_attention
 from fedllm.problems.lora.dropout import Dropout
-from fedllm.problems.lora.packed_hooks import PackedHooks
+from fedllm.problems.lora.learned_tokens import LearnedTokens
 from fedllm.problems.lora.packing import Packed
 from fedllm.problems.lora.pass_context import Pass, PassContext
+from fedllm.problems.lora.readout import Readout, TextReadout
 from fedllm.problems.lora.stacked_modules import CheckpointedBlock, StandIn, make_stand_ins, outermost_blocks
 
 
@@ -25,17 +26,17 @@ class StackedModel:
     """A PEFT model whose trainable layers compute with the parameters of C clients at once.
 
     Modules of stacked_modules.py stand in the places of the LoRA layers, of the trainable Linear layers of the head and
-    of the dropout layers; hooks choose what the head reads of packed rows; attention_mask.py makes the masks. `release`
-    takes all of that out again. The model is in eval mode: dropout comes from `keys` alone, and attention probabilities
-    are never dropped. The values of the model's own trainable parameters play no part.
+    of the dropout layers; `readout` says what is read of the rows; attention_mask.py makes the masks. `release` takes
+    all of that out again. The model is in eval mode: dropout comes from `keys` alone, and attention probabilities are
+    never dropped. The values of the model's own trainable parameters play no part.
 
     start [d]: these values at the beginning. exact: whether all parameters were float32 then. causal: whether a token
     attends to earlier ones only. autocast: the dtype of the matrix products, None for the model's own.
     Raises UserError for a trainable parameter that is in neither a LoRA nor a Linear layer.
     """
 
-    def __init__(self, model: Any, space: ParameterSpace) -> None:
-        self.model, self.space = model, space
+    def __init__(self, model: Any, space: ParameterSpace, readout: Readout | None = None) -> None:
+        self.model, self.space, self.readout = model, space, readout or TextReadout(model)
         self.start = space.gather(model)
         self.exact = all(value.dtype == torch.float32 for value in model.parameters())
         self.causal = is_causal(model)
@@ -52,7 +53,7 @@ class StackedModel:
         self._runs = self.space.runs(self._adapters)
         set_attention(self.model, "sdpa", NAME)
         self._replace(found.modules)
-        self._hooks = PackedHooks(base_model(self.model), self._context)
+        self.readout.attach(self._context)
         if self._checkpointing:
             self.checkpoint_blocks()
 
@@ -61,7 +62,7 @@ class StackedModel:
         for name, original in reversed(self._replaced):
             self.model.set_submodule(name, original)
         self._replaced = []
-        self._hooks.remove()
+        self.readout.detach()
         set_attention(self.model, NAME, "sdpa")
 
     def checkpoint_blocks(self) -> int:
@@ -89,22 +90,22 @@ class StackedModel:
         """Layers of the model, as its config counts them."""
         return int(getattr(self.model.config, "num_hidden_layers", 1))
 
-    def __call__(self, X: Tensor, inputs: dict[str, Tensor], keys: Tensor | None = None) -> Tensor:
-        """Outputs of the head [N, L] in float32 for N = C * m samples and parameters X [C, d]; differentiable in X.
+    def __call__(
+        self, X: Tensor, inputs: dict[str, Tensor], keys: Tensor | None = None, learned: LearnedTokens | None = None
+    ) -> Tensor:
+        """Outputs [N, L] in float32 for N = C * m samples and parameters X [C, d]; differentiable in X.
 
         inputs: input_ids, attention_mask, ... [N, tokens]. keys [N]: dropout keys of the samples, None for no dropout.
+        learned: see Readout.outputs.
         """
         dropout = None if keys is None else Dropout(keys, self._dropouts)
-        return self._run(Pass(self._parameters(X), dropout), inputs)
+        return self._run(Pass(self._parameters(X), dropout, learned=learned), inputs)
 
     def packed(self, X: Tensor, packed: Packed, keys: Tensor | None = None) -> Tensor:
-        """The same for samples in packed rows. The head is given N samples of one token each, the one that it reads."""
-        token = torch.ones(len(packed.reads), 1, dtype=torch.long, device=X.device)
-        no_padding = 1 if getattr(self.model.config, "pad_token_id", None) != 1 else 0
-        inputs = {"input_ids": token * no_padding, "attention_mask": token}
+        """The same for samples in packed rows."""
         dropout = None if keys is None else Dropout(keys, self._dropouts, packed.sample, packed.position)
         mask = packed.mask(self.autocast or base_model(self.model).dtype)
-        return self._run(Pass(self._parameters(X), dropout, packed, mask), inputs)
+        return self._run(Pass(self._parameters(X), dropout, packed, packed.learned, mask))
 
     def _parameters(self, X: Tensor) -> dict[str, Tensor]:
         """The clients' parameters; under autocast the adapters are cast here, all at once."""
@@ -115,10 +116,11 @@ class StackedModel:
             found |= run.views(values.to(self.autocast) if run.names[0] in self._adapters else values)
         return found
 
-    def _run(self, wanted: Pass, inputs: dict[str, Tensor]) -> Tensor:
+    def _run(self, wanted: Pass, inputs: dict[str, Tensor] | None = None) -> Tensor:
+        """inputs: None for those of packed rows."""
         with self._context.run(wanted), self._precision():
-            outputs: Tensor = self.model(**inputs).logits
-            return outputs.float()
+            given = self.readout.inputs(self._context) if inputs is None else inputs
+            return self.readout.outputs(given, wanted.learned)
 
     def _precision(self) -> AbstractContextManager[object]:
         device = self.start.device.type

@@ -25,7 +25,9 @@ class Recorder:
         self.start, self.causal, self.model = torch.zeros(2), causal, torch.nn.Module()
         self.given: list[Any] = []
 
-    def __call__(self, X: Tensor, inputs: dict[str, Tensor], keys: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, X: Tensor, inputs: dict[str, Tensor], keys: Tensor | None = None, learned: None = None
+    ) -> Tensor:
         self.given.append((inputs, keys))
         return torch.zeros(len(inputs["input_ids"]), 1)
 
