@@ -20,7 +20,7 @@ def evaluate(job: Job, federation: FederationState, executor: Executor) -> dict[
     problem = job.problem
 
     def work() -> tuple[Tensor, int]:
-        found = problem.outputs(federation.x, job.validation, executor.rank, executor.size)
+        found = problem.outputs(federation.x, job.validation, executor.rank, executor.size, federation.buffers)
         return found, problem.eval_cuts
 
     mine, cuts = executor.together(work, lambda rank: "evaluating")

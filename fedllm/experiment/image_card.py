@@ -7,15 +7,15 @@ from fedllm.tasks.base import Task
 from fedllm.tasks.image_classification import ImageClassification
 
 
-def image_loading(backbone: Backbone, task: Task, merged: bool) -> str:
-    """Python that loads the folder and answers for one image."""
+def image_loading(backbone: Backbone, task: Task, whole: bool) -> str:
+    """Python that loads the folder and answers for one image. whole: whether it holds a whole model, or an adapter."""
     assert isinstance(task, ImageClassification)
     assert backbone.images is not None
     size, (mean, std) = task.side(backbone.images), task.normalisation(backbone.images)
     built = "import fedllm.models.conv_nets  # noqa: F401  makes this kind of model known to transformers\n"
-    config = "" if merged else 'config = AutoConfig.from_pretrained(f"{folder}/base_config.json")\n'
-    options = "" if merged else ", config=config"
-    names = "AutoModelForImageClassification" if merged else "AutoConfig, AutoModelForImageClassification"
+    config = "" if whole else 'config = AutoConfig.from_pretrained(f"{folder}/base_config.json")\n'
+    options = "" if whole else ", config=config"
+    names = "AutoModelForImageClassification" if whole else "AutoConfig, AutoModelForImageClassification"
     return (
         f"import numpy as np\nimport torch\nfrom PIL import Image\nfrom transformers import {names}\n\n"
         f"{built if backbone.model.config.model_type.startswith('fedllm') else ''}"

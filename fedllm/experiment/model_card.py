@@ -47,18 +47,24 @@ class TrainedOn:
 def model_card(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedOn, *, merged: bool = False) -> str:
     """The text of README.md. merged: for a folder with the whole model, the adapter merged into its base."""
     base, data = _base(recipe), _data_name(recipe)
-    kind = "model with a merged LoRA adapter" if merged else "LoRA adapter with its head"
+    whole = merged or recipe.lora is None
     parts = [
-        f"---\n{_metadata(recipe, backbone, task, merged)}---",
-        f"# {base} fine-tuned on {data}",
-        f"A {kind}, trained by federated learning with fedllm.",
+        f"---\n{_metadata(recipe, backbone, task, whole)}---",
+        f"# {base} {'fine-tuned' if recipe.model.pretrained else 'trained from random weights'} on {data}",
+        f"A {_kind(recipe, merged)}, trained by federated learning with fedllm.",
         _table(["", ""], _facts(recipe, task, trained, base, data)),
         f"## Scores\n\n{_scores(task, trained.metrics, recipe.run.seed)}",
-        f"## Load it\n\n```python\n{_loading(recipe, backbone, task, merged)}```",
-        *([] if merged or _is_on_hub(backbone) else [_WHERE_THE_BASE_IS]),
+        f"## Load it\n\n```python\n{_loading(recipe, backbone, task, whole)}```",
+        *([] if whole or _is_on_hub(backbone) else [_WHERE_THE_BASE_IS]),
         f"## Versions\n\n{', '.join(f'{name} {number}' for name, number in versions().items())}",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _kind(recipe: Recipe, merged: bool) -> str:
+    if recipe.lora is None:
+        return "model with all its weights"
+    return "model with a merged LoRA adapter" if merged else "LoRA adapter with its head"
 
 
 _WHERE_THE_BASE_IS = (
@@ -70,17 +76,17 @@ _WHERE_THE_BASE_IS = (
 # The front matter
 
 
-def _metadata(recipe: Recipe, backbone: Backbone, task: Task, merged: bool) -> str:
+def _metadata(recipe: Recipe, backbone: Backbone, task: Task, whole: bool) -> str:
     """The YAML that the Hub reads. It has only what is known: no base without a name on the Hub, no licence."""
     algorithm = str(recipe.algorithm["name"]).rpartition(":")[2]
-    values: dict[str, Any] = {"library_name": "transformers" if merged else "peft"}
-    if _is_on_hub(backbone):
-        values |= {"base_model": backbone.base_name, "base_model_relation": "finetune" if merged else "adapter"}
+    values: dict[str, Any] = {"library_name": "transformers" if whole else "peft"}
+    if _is_on_hub(backbone) and recipe.model.pretrained:
+        values |= {"base_model": backbone.base_name, "base_model_relation": "finetune" if whole else "adapter"}
     if hub := _data_on_hub(recipe):
         values["datasets"] = [hub]
     values["pipeline_tag"] = _pipeline(recipe)
     values["metrics"] = list(dict.fromkeys(_HUB_METRICS.get(name, name) for name in task.metric_names))
-    values["tags"] = ["lora", "federated-learning", "fedllm", printable(algorithm)]
+    values["tags"] = [*(["lora"] if recipe.lora else []), "federated-learning", "fedllm", printable(algorithm)]
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return f"{text}{NO_LICENCE}\n"
 
@@ -119,12 +125,11 @@ def _data_name(recipe: Recipe) -> str:
 
 
 def _facts(recipe: Recipe, task: Task, trained: TrainedOn, base: str, data: str) -> list[list[str]]:
-    model, lora, federation = recipe.model, recipe.lora, recipe.federation
+    model, federation = recipe.model, recipe.federation
     digests = [f"sha256 of the {split} split `{trained.data[split]}`" for split in _SPLITS if split in trained.data]
     quantize = "" if model.quantize == "none" else f", quantised to {model.quantize}"
     count = f"{trained.clients:,}, of which " if trained.clients is not None else ""
     algorithm = {key: value for key, value in recipe.algorithm.items() if key != "name" and value is not None}
-    adapter = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "targets": lora.targets}
     return [
         ["base model", f"{base} ({model.dtype}{quantize})"],
         ["task", _task(task, recipe)],
@@ -132,7 +137,7 @@ def _facts(recipe: Recipe, task: Task, trained: TrainedOn, base: str, data: str)
         ["clients", f"{count}{federation.clients_per_round} train in a round; {_partition(recipe)}"],
         ["algorithm", f"`{_plain(str(recipe.algorithm['name']))}`: {_settings(algorithm)}"],
         ["local training", _local(recipe)],
-        ["adapter", f"{_settings(adapter)}; {trained.dim:,} trained values with the head"],
+        _trained_values(recipe, trained),
         ["rounds", f"{trained.metrics[-1]['round']:,}"],
         ["seed", str(recipe.run.seed)],
         ["licence", "to be filled in"],
@@ -140,6 +145,14 @@ def _facts(recipe: Recipe, task: Task, trained: TrainedOn, base: str, data: str)
 
 
 _SPLITS = ("training", "validation")
+
+
+def _trained_values(recipe: Recipe, trained: TrainedOn) -> list[str]:
+    if (lora := recipe.lora) is None:
+        norm = "" if recipe.model.norm == "average" else f"; batch norm: {recipe.model.norm}"
+        return ["weights", f"all, {trained.dim:,} trained values{norm}"]
+    adapter = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "targets": lora.targets}
+    return ["adapter", f"{_settings(adapter)}; {trained.dim:,} trained values with the head"]
 
 
 def _task(task: Task, recipe: Recipe) -> str:
@@ -204,10 +217,10 @@ def _number(value: float | None) -> str:
 # How to load it
 
 
-def _loading(recipe: Recipe, backbone: Backbone, task: Task, merged: bool) -> str:
+def _loading(recipe: Recipe, backbone: Backbone, task: Task, whole: bool) -> str:
     """Python that loads the folder and answers for one sample."""
     if reads_images(recipe.data):
-        return image_loading(backbone, task, merged)
+        return image_loading(backbone, task, whole)
     cut = f"truncation=True, max_length={recipe.data.max_length}"
     place = "this folder, or huggingface_hub.snapshot_download(its name on the Hub)"
     asked = '"a text"'
@@ -215,7 +228,7 @@ def _loading(recipe: Recipe, backbone: Backbone, task: Task, merged: bool) -> st
         asked = f'{{"text": "a text", "text_pair": {_quoted(pair_separator(backbone.tokenizer) + "another text")}}}'
     answer = "[{'label': ..., 'score': ...}]" if task.classes else "its score is the number"
     ask = f"print(classify({asked}))  # {answer}\n"
-    if merged:
+    if whole:
         return (
             "from transformers import pipeline\n\n"
             f'folder = "."  # {place}\n'

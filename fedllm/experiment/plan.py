@@ -8,9 +8,11 @@ from rich.table import Column, Table
 
 from fedllm.common.errors import cut_name
 from fedllm.experiment.build import Job, run_folder
+from fedllm.experiment.full_memory import FullNeed
 from fedllm.experiment.records import partition_summary
 from fedllm.federation.costs import client_memory, traffic, vectors_per_round
 from fedllm.models.quantization import frozen_size
+from fedllm.problems.full.problem import FullProblem
 
 _CLASSES, _SITES = 10, 5  # the most classes named, and of many sites the largest and the smallest ones
 
@@ -18,9 +20,9 @@ _CLASSES, _SITES = 10, 5  # the most classes named, and of many sites the larges
 def plan_table(job: Job) -> Table:
     """The plan of a run as a table: sizes, memory and communication. It is the output of --dry-run."""
     recipe, info, machine = job.recipe, job.info, job.machine
-    settings, lora, dim = recipe.algorithm, recipe.lora, job.problem.dim
+    settings, dim = recipe.algorithm, job.problem.dim
     sizes = np.array([len(part) for part in job.parts])
-    sent = traffic(job.algorithm, info, job.problem.dim)
+    sent = traffic(job.algorithm, info, job.problem.dim, buffers=job.problem.buffers)
     frozen, frozen_bytes = frozen_size(job.model, dim)
     state = sum(client_memory(job.algorithm, info, dim, 0).values())
     processes = f"{machine.processes} processes, each on " if machine.processes > 1 else ""
@@ -28,8 +30,8 @@ def plan_table(job: Job) -> Table:
     rows = {
         "algorithm": f"{settings['name']}, lr {settings['lr']}, server_lr {settings['server_lr']}",
         "model": f"{recipe.model.name} ({job.backbone.source}), {frozen:,} frozen parameters",
-        "trainable parameters": f"{dim:,}, {dim / (frozen + dim):.2%} of all (LoRA rank {lora.rank} on "
-        f"{', '.join(lora.targets)}, and the head)",
+        "trainable parameters": _trainable(job, frozen),
+        **_norm(job),
         "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
         "head": str(job.backbone.start),
         "data": f"{job.dataset.name}: {len(job.dataset.train):,} training, {len(job.dataset.validation):,} validation "
@@ -45,6 +47,7 @@ def plan_table(job: Job) -> Table:
         "client memory": f"{(frozen_bytes + 4 * state) / 2**20:,.1f} MiB of weights and state; "
         f"{job.algorithm.held_vectors()} vectors as GC Table 6 counts",
         "runs on": f"{processes}{where}, {machine.precision}, {job.stacked_clients} clients together",
+        **_memory(job),
         "rows": _rows(job),
         "run folder": str(run_folder(recipe)),
         **{f"note {number}": note for number, note in enumerate(job.dataset.notes, 1)},
@@ -54,6 +57,30 @@ def plan_table(job: Job) -> Table:
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", escape(value))
     return table
+
+
+def _trainable(job: Job, frozen: int) -> str:
+    dim, lora = job.problem.dim, job.recipe.lora
+    if lora is None:
+        return f"{dim:,}, all weights"
+    return (
+        f"{dim:,}, {dim / (frozen + dim):.2%} of all (LoRA rank {lora.rank} on {', '.join(lora.targets)}, and the head)"
+    )
+
+
+def _norm(job: Job) -> dict[str, str]:
+    """What becomes of batch norm, where the model has it."""
+    if (buffers := job.problem.buffers) is None:
+        return {}
+    kept = "each client goes on from its own" if buffers.local else "averaged with the model"
+    return {"batch norm": f"{len(buffers.initial):,} running statistics, {kept}"}
+
+
+def _memory(job: Job) -> dict[str, str]:
+    """The memory that training all weights takes."""
+    if not isinstance(job.problem, FullProblem):
+        return {}
+    return {"memory": str(FullNeed.of(job.algorithm, job.problem, job.info, job.stacked_clients))}
 
 
 def _classes(job: Job) -> dict[str, str]:
@@ -77,6 +104,11 @@ def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
 
 
 def _rows(job: Job) -> str:
+    unit = "tokens" if job.backbone.images is None else "patches"
+    if isinstance(job.problem, FullProblem):
+        together = "clients share a pass" if job.problem.stacked else "a client's batch is a pass"
+        whole = "" if job.problem.buffers is not None else f", cut above {int(job.problem.pass_tokens):,} {unit}"
+        return f"one sample per row, {together}{whole}"
     if job.backbone.images is not None:
         rows = "one image per row"
     elif job.problem.packed:
@@ -85,7 +117,6 @@ def _rows(job: Job) -> str:
         rows = "one sample per row" if job.recipe.run.slices != "auto" else "one sample per row, as this model needs it"
     if job.recipe.run.gradient_checkpointing:
         rows += ", blocks computed again"
-    unit = "tokens" if job.backbone.images is None else "patches"
     return f"{rows}, passes of {int(job.problem.pass_tokens):,} {unit} unless a client alone has more"
 
 

@@ -1,4 +1,4 @@
-"""Performs one run, from a recipe to a fine-tuned adapter in its run folder.
+"""Performs one run, from a recipe to a fine-tuned adapter or model in its run folder.
 
 Several processes may run this program at the same time. Rank 0 makes every decision that depends on files or time
 (`on_first`), and only rank 0 writes. All else is computed in every process, from the same recipe and data.
@@ -30,9 +30,10 @@ from fedllm.experiment.run_lock import RunInUseError, run_lock
 from fedllm.experiment.session import CLIENTS, Session, is_complete, open_session
 from fedllm.experiment.stopping import StopRequests, stop_requests
 from fedllm.experiment.trackers import require_installed
+from fedllm.experiment.trained_files import save_trained
 from fedllm.experiment.training import train
 from fedllm.federation.executor import Executor
-from fedllm.models.adapter_files import save_adapter
+from fedllm.models.norms import write_statistics
 from fedllm.results.reader import load_run
 
 
@@ -158,16 +159,19 @@ def _complete(session: Session, checkpoints: Checkpoints, profile: bool, stop: S
 
 
 def _finish(session: Session) -> RunResult:
-    """Writes the adapter, result.json and the plot."""
+    """Writes the adapter or the model, result.json and the plot."""
     job = session.job
     job.problem.space.scatter(job.model, session.state.x)
+    if session.state.buffers is not None:
+        write_statistics(job.model, session.state.buffers)
     try:
         result = session.executor.on_first(lambda: _write_result(session))
     finally:
         job.problem.release()
     final = ", ".join(f"{name} {value:.4f}" for name, value in result["final"].items() if value is not None)
     say(f"{session.folder}: {final} after {session.state.round} rounds", "bold")
-    say(f"adapter in {session.folder / 'adapter'}, curves in {session.folder / 'curves.png'}")
+    trained = job.recipe.trained_folder
+    say(f"{trained} in {session.folder / trained}, curves in {session.folder / 'curves.png'}")
     _warn_of_missed_target(session, result)
     return RunResult(session.folder, result, session.metrics)
 
@@ -187,12 +191,12 @@ def _warn_of_missed_target(session: Session, result: dict[str, Any]) -> None:
 
 
 def _write_result(session: Session) -> dict[str, Any]:
-    """Writes the adapter, then result.json. So if result.json exists, all other files exist, except the plot."""
+    """Writes the adapter or model, then result.json. So if result.json exists, all other files exist, but the plot."""
     job, folder = session.job, session.folder
     try:
         trained = TrainedOn(session.metrics, session.facts.data, len(job.parts), job.problem.dim)
         card = model_card(job.recipe, job.backbone, job.task, trained)
-        save_adapter(job.model, folder / "adapter", job.backbone.base_name, job.backbone.tokenizer, card)
+        save_trained(job.recipe, job.model, folder / job.recipe.trained_folder, job.backbone, card)
         result = run_result(job, session.state, session.metrics, session.facts)
         shutil.rmtree(folder / CLIENTS, ignore_errors=True)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")

@@ -91,6 +91,8 @@ def _require_tunable(path: Path, recipe: Recipe, overrides: Sequence[str], dry_r
         section, _, name = word.partition("=")[0].strip().partition(".")
         if section == "run" and ALIASES.get((section, name), name) in CHOSEN_KEYS:
             raise UserError(f"run.{name}: is what tune chooses; leave the override out")
+    if recipe.lora is None:
+        raise UserError(f"{path}: nothing to tune: with lora: null each client's batch is a pass of its own")
     if (path.parent / "metrics.jsonl").is_file():
         raise UserError(f"{path}: is the record of a run, which keeps what it chose; tune the recipe that it came from")
     if recipe.federation.clients_per_round == 1 and recipe.local.batch_size == 1:

@@ -18,7 +18,7 @@ from fedllm.common.profiling import section
 from fedllm.common.tensors import State
 from fedllm.federation.client_states import ClientVectors
 from fedllm.federation.partial_round import PartialRound
-from fedllm.federation.setup import Setup
+from fedllm.federation.setup import BUFFERS, Setup
 from fedllm.federation.state import FederationState
 from fedllm.problems import checks
 from fedllm.problems.base import Problem
@@ -122,13 +122,15 @@ def _train(
     )
     with section("optimizer"):
         before = state.clients.get(clients, x.device)
+        buffers = _first_buffers(state, before, len(clients))
         local = alg.begin(x, state.server, before, info)
     losses: Tensor | None = None
     for k in range(counts[0]):
         active = sum(count > k for count in counts)
         view = {name: value[:active] for name, value in local.items()}
         same = dict(view)
-        loss, g = checks.loss_and_gradient(problem, view["x"], clients[:active], info.index, k)
+        own = None if buffers is None else buffers[:active]
+        loss, g = checks.loss_and_gradient(problem, view["x"], clients[:active], info.index, k, own)
         with section("optimizer"):
             alg.step(view, clip(g, alg.clip_norm), k + 1, rates[:active, k : k + 1], info)
         _require_in_place(alg, same, view)
@@ -138,8 +140,21 @@ def _train(
         progress(active)
     with section("optimizer"):
         upload, kept = alg.end(local, x, state.server, before, rows, info)
+    if buffers is not None and problem.buffers is not None:
+        upload = {**upload, BUFFERS: buffers}
+        kept = {**kept, BUFFERS: buffers} if problem.buffers.local else kept
     mean_losses = None if losses is None else losses / rows.steps[:, 0]
     return Trained(began, rows, local, Uploads(upload, kept), mean_losses)
+
+
+def _first_buffers(state: FederationState, before: State, count: int) -> Tensor | None:
+    """The buffers [C, b] that `count` clients begin the round with: their own, taken out of `before`, or the server's.
+
+    None for a problem without buffers.
+    """
+    if state.buffers is None:
+        return None
+    return before.pop(BUFFERS) if BUFFERS in before else state.buffers.repeat(count, 1)
 
 
 def full_gradients(

@@ -59,7 +59,7 @@ class ConvNet(PreTrainedModel):  # type: ignore[no-untyped-call]
         super().__init__(config)
         widths = list(config.widths or ())
         self.features = _residual(config, widths) if config.blocks else _plain(config, widths)
-        self.classifier = nn.Linear(config.hidden or widths[-1], len(config.id2label))
+        self.classifier = nn.Linear(config.hidden or widths[-1], len(config.id2label or ()))
         self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(self, pixel_values: Tensor, **_: Any) -> ImageClassifierOutputWithNoAttention:

@@ -20,7 +20,7 @@ ROLES = (*ATTENTION_ROLES, *MLP_ROLES, MLP, ALL_LINEAR)
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The frozen base model."""
+    """The base model. It is frozen, unless `lora` is null."""
 
     name: str = setting(
         "openai-community/gpt2",
@@ -37,11 +37,16 @@ class ModelSettings:
         None,
         "rate of the model's own dropout layers, null = the model's own rates; attention probabilities have none",
     )
+    norm: Literal["average", "local", "group"] = setting(
+        "average",
+        "batch norm where all weights are trained: average = the server averages the clients' running statistics with "
+        "the model; local = each client goes on from its own; group = group norm takes its place before training",
+    )
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The adapter."""
+    """The adapter. `lora: null` trains all weights of the model instead."""
 
     rank: int = setting(16, "rank r")
     alpha: float = setting(32.0, "scale: the adapter counts alpha/r")

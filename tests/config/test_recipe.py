@@ -160,7 +160,7 @@ def test_mistakes_in_the_table_of_algorithms_are_named(tmp_path: Path, table: st
         ("algorithm=''", r"r.yaml: algorithm.name: unknown algorithm ''; known: fa_nt"),
         ("algorithm.name=null", r"algorithm.name: found None, expected an algorithm"),
         ("algorithm=3", r"r.yaml: algorithm: found 3, expected keys and values \(given as the override"),
-        ("lora=null", r"r.yaml: lora: found None, expected keys and values"),
+        ("run=null", r"r.yaml: run: found None, expected keys and values"),
         ("run.seed=" + 400 * "9" + ".0", r"run.seed: found inf, expected a whole number"),
         ("run.threads=100000", r"run.threads: found 100000, expected at most 1024"),
         ("algorithm.lr=2021-99-99", r"override 'algorithm.lr=2021-99-99': the value is not readable as YAML: month"),
