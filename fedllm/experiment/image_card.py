@@ -14,7 +14,7 @@ def image_loading(backbone: Backbone, task: Task, whole: bool) -> str:
     size, (mean, std) = task.side(backbone.images), task.normalisation(backbone.images)
     built = "import fedllm.models.conv_nets  # noqa: F401  makes this kind of model known to transformers\n"
     config = "" if whole else 'config = AutoConfig.from_pretrained(f"{folder}/base_config.json")\n'
-    options = "" if whole else ", config=config"
+    options = "" if whole else ", config=config, ignore_mismatched_sizes=True"
     names = "AutoModelForImageClassification" if whole else "AutoConfig, AutoModelForImageClassification"
     return (
         f"import numpy as np\nimport torch\nfrom PIL import Image\nfrom transformers import {names}\n\n"
