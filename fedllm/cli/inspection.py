@@ -65,12 +65,12 @@ def _partition(arguments: argparse.Namespace) -> int:
     with importing():
         from fedllm.common.console import say, say_all, stage
         from fedllm.config.own_files import require_own_files
-        from fedllm.data.loading import load_dataset
         from fedllm.data.partition_file import get_partition, partition_name, write_partition
+        from fedllm.experiment.recipe_data import read_data
 
     require_own_files(recipe)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
-        dataset = load_dataset(recipe.data, recipe.run.local_hub, progress)
+        dataset = read_data(recipe, progress)
     say_all(dataset.notes, dataset.warnings)
     parts = get_partition(recipe.partition, dataset)
     path = arguments.out or Path("partitions") / partition_name(recipe.partition, dataset)

@@ -24,7 +24,7 @@ from fedllm.config.settings import (
 )
 from fedllm.config.trained_weights import misfit_of_weights
 from fedllm.config.yaml_layers import KeyRules, read_layers, require_keys_of_no_null
-from fedllm.data.settings import DataSettings, PartitionSettings
+from fedllm.data.settings import OF_CONVERSATIONS, DataSettings, PartitionSettings
 from fedllm.models.settings import LoraSettings, ModelSettings
 
 
@@ -118,7 +118,13 @@ CHOSEN_KEYS = ("stacked_clients", "slices")
 # comparable.
 DECIDED_KEYS = frozenset({("model", "head"), ("data", "image_size")})
 # Keys that recipe.yaml of an earlier version lacks, with the value that says what that version did.
-_LATER_KEYS = {("model", "head"): "new", ("model", "norm"): "average", ("costs", "seconds_per_step"): None}
+_LATER_KEYS = {
+    ("model", "head"): "new",
+    ("model", "norm"): "average",
+    ("costs", "seconds_per_step"): None,
+    ("data", "task"): "classification",
+    **{("data", key): None for key in OF_CONVERSATIONS},
+}
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 
 

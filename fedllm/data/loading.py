@@ -1,11 +1,10 @@
-"""Loads a training and a validation split of labelled texts or images, by data set name or from the user's files."""
+"""Loads a training and a validation split of texts, conversations or images, by name or from the user's files."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +15,15 @@ from fedllm.common.console import ProgressCallback
 from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
 from fedllm.common.seeding import numpy_rng
-from fedllm.data.arrow_files import Columns
-from fedllm.data.image_decoding import decode_images
+from fedllm.data.conversations.reading import (
+    KNOWN_CONVERSATIONS,
+    TEXT_COLUMNS,
+    named_columns,
+    read_conversation_splits,
+)
+from fedllm.data.conversations.templates import read_template
 from fedllm.data.image_files import image_splits, read_image_table
+from fedllm.data.image_reading import read_image_splits
 from fedllm.data.known_datasets import KNOWN_DATASETS, KnownDataset, label_column, text_columns
 from fedllm.data.known_images import (
     KNOWN_IMAGES,
@@ -31,65 +36,16 @@ from fedllm.data.known_images import (
 from fedllm.data.labels import Coding, learn_coding
 from fedllm.data.repeats import first_with_same_text
 from fedllm.data.review import review
+from fedllm.data.settings import CAUSAL_LM
+from fedllm.data.split import Split as Split
 from fedllm.data.tables import READERS, Table, read_table
 
 if TYPE_CHECKING:
     from fedllm.data.settings import DataSettings
 
 Reader = Callable[[Path], Table]
+Known = KnownDataset | KnownImages
 Readers = dict[str, Callable[[], Table]]  # split name -> function that reads the split
-
-
-@dataclass(frozen=True)
-class Split:
-    """n labelled examples.
-
-    texts: one or two columns of n texts; [] for images. labels: int64 class ids or float32 targets [n].
-    columns: the table's other columns by name, each with n values (partition.column names one of them).
-    rows: the row of each example in its file, from 1, int64 [n]; None for a split that was not read from a file.
-    images: uint8 [n, 3, S, S], None for texts.
-    """
-
-    texts: list[list[str]]
-    labels: np.ndarray
-    columns: Columns
-    rows: np.ndarray | None = None
-    images: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def kind(self) -> str:
-        """What a sample is, in one word."""
-        return "text" if self.images is None else "image"
-
-    @cached_property
-    def contents(self) -> list[list[str]]:
-        """Columns of n texts that are equal for equal samples: the texts, or a digest of each image."""
-        if self.images is None:
-            return self.texts
-        return [[hashlib.blake2b(image.tobytes(), digest_size=16).hexdigest() for image in self.images]]
-
-    def take(self, rows: np.ndarray) -> Split:
-        """The examples at `rows`, in that order."""
-        picked = rows.tolist()
-        texts = [[column[row] for row in picked] for column in self.texts]
-        columns = {name: [values[row] for row in picked] for name, values in self.columns.items()}
-        numbers, images = (None if each is None else each[rows] for each in (self.rows, self.images))
-        return Split(texts, self.labels[rows], columns, numbers, images)
-
-    def fingerprint(self) -> str:
-        """sha256 of the texts or images and of the labels, the same on every machine."""
-        digest = hashlib.sha256(f"{len(self)} {len(self.texts)} {self.labels.dtype.kind}".encode())
-        if self.images is not None:
-            digest.update(f"{self.images.shape}".encode())
-            digest.update(np.ascontiguousarray(self.images).tobytes())
-        for column in self.texts:
-            digest.update(np.fromiter(map(len, column), "<i8").tobytes())
-            digest.update("".join(column).encode())
-        digest.update(self.labels.astype(self.labels.dtype.newbyteorder("<")).tobytes())
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -98,6 +54,7 @@ class Dataset:
 
     classes: class names in the order of their ids; () if labels are numbers. fingerprint: that of the training split.
     notes: messages to the user about choices made while reading. warnings: about data that may not be as meant.
+    groups: of conversations, the values of the column that stands in for labels, in the order of their ids; else ().
     """
 
     name: str
@@ -107,6 +64,7 @@ class Dataset:
     fingerprint: str
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
     @property
     def image_size(self) -> int | None:
@@ -115,7 +73,11 @@ class Dataset:
 
 
 def load_dataset(
-    settings: DataSettings, local_hub: str | None = None, progress: ProgressCallback | None = None
+    settings: DataSettings,
+    local_hub: str | None = None,
+    progress: ProgressCallback | None = None,
+    *,
+    group_column: str | None = None,
 ) -> Dataset:
     """Loads the data set that a recipe's `data:` section describes, or any object with the same attributes.
 
@@ -124,50 +86,55 @@ def load_dataset(
     Without a validation split, a random fraction `holdout` of the training split is held out, per class if there are
     classes; rows with the same text stay together. Then max_train and max_validation select uniform random subsets.
     Labels: if the data set declares classes, their ids do not change. Otherwise, and with `regression`, see
-    labels.learn_coding.
+    labels.learn_coding. Conversations have no labels; the values of `group_column` take their place, if it is given.
 
     Raises UserError that names the file or split and the wrong key, column, row or value.
     """
     _check(settings)
-    if reads_images(settings):
-        return _load_images(settings, local_hub, progress)
-    known = KNOWN_DATASETS.get(settings.name or "")
+    known: Known | None = known_images(settings) or KNOWN_DATASETS.get(settings.name or "")
+    tables = _read_tables(settings, known, local_hub, progress)
+    notes = [note for table in tables.values() for note in table.notes]
+    coding, groups = Coding(()), tuple[str, ...]()
+    if settings.task == CAUSAL_LM:
+        splits, groups, told = read_conversation_splits(settings, tables, group_column)
+        notes += told
+    elif reads_images(settings):
+        coding = _coding(settings, known, tables, image_columns(settings)[1])
+        splits = read_image_splits(settings, tables, coding, progress)
+    else:
+        splits, coding = _labelled_splits(settings, known, tables)
+    seed = settings.holdout_seed
+    if "validation" not in splits:
+        splits["train"], splits["validation"], repeats = _hold_out(splits["train"], settings.holdout, seed)
+        notes += repeats
+    train = _subset(splits["train"], settings.max_train, seed, "train")
+    validation = _subset(splits["validation"], settings.max_validation, seed, "validation")
+    is_known = known is not None or settings.name in KNOWN_CONVERSATIONS
+    doubts = [] if is_known else [*coding.doubts, *review(train, validation, coding.names)]
+    return Dataset(
+        name=settings.name or Path(str(settings.train)).stem,
+        train=train,
+        validation=validation,
+        classes=coding.names,
+        fingerprint=train.fingerprint(),
+        notes=tuple(notes),
+        warnings=tuple(doubts),
+        groups=groups,
+    )
+
+
+def _read_tables(
+    settings: DataSettings, known: Known | None, local_hub: str | None, progress: ProgressCallback | None
+) -> dict[str, Table]:
+    """The tables of the "train" split and, unless it is held out of it, of the "validation" split."""
     text, label = text_columns(settings), label_column(settings)
-    readers = _pick_splits(settings, known, partial(read_table, text=text, label=label), local_hub)
-    tables = _read(readers, progress)
-    strip = known.strip if known else None
-    parts = known.parts if known and settings.strip is None else settings.strip or ()
-    texts = {role: [table.texts(column) for column in text] for role, table in tables.items()}
-    if strip:
-        texts = {role: [strip(column, parts) for column in columns] for role, columns in texts.items()}
-    coding = _coding(settings, known, tables, label)
-    splits = {role: _split(table, texts[role], coding, text, label) for role, table in tables.items()}
-    doubts = [] if known else coding.doubts
-    return _finish(settings, splits, coding, [note for table in tables.values() for note in table.notes], doubts)
-
-
-def _load_images(settings: DataSettings, local_hub: str | None, progress: ProgressCallback | None) -> Dataset:
-    """The same for images, which are decoded here."""
-    known, (image, label) = known_images(settings), image_columns(settings)
-    readers = _pick_splits(settings, known, partial(read_image_table, image=image, label=label), local_hub)
-    tables = _read(readers, progress)
-    coding, size = _coding(settings, known, tables, label), settings.image_size
-    splits: dict[str, Split] = {}
-    for role, table in tables.items():
-        images = decode_images(table, image, size, _folder_of(table), progress)
-        size = images.shape[-1]  # that of the training split, which comes first
-        columns, rows = table.without(image, label), np.arange(1, len(table) + 1)
-        splits[role] = Split([], coding.encode(table, label), columns, rows, images)
-    return _finish(settings, splits, coding, [], coding.doubts)
-
-
-def _folder_of(table: Table) -> Path | None:
-    """The folder of a table that was read from a file, or the folder that it was read from."""
-    path = Path(table.source)
-    return path if path.is_dir() else path.parent if path.is_file() else None
-
-
-def _read(readers: Readers, progress: ProgressCallback | None) -> dict[str, Table]:
+    if settings.task == CAUSAL_LM:
+        text, label = TEXT_COLUMNS + named_columns(settings), ""
+    reader: Reader = partial(read_table, text=text, label=label)
+    if reads_images(settings):
+        image, label = image_columns(settings)
+        reader = partial(read_image_table, image=image, label=label)
+    readers = _pick_splits(settings, known, reader, local_hub)
     tables: dict[str, Table] = {}
     for role, read in readers.items():
         if progress:
@@ -176,33 +143,22 @@ def _read(readers: Readers, progress: ProgressCallback | None) -> dict[str, Tabl
     return tables
 
 
-def _finish(
-    settings: DataSettings, splits: dict[str, Split], coding: Coding, notes: list[str], doubts: Sequence[str]
-) -> Dataset:
-    """The data set of the splits that were read: with a hold-out where there is one split, and cut as asked for."""
-    seed = settings.holdout_seed
-    if "validation" not in splits:
-        splits["train"], splits["validation"], repeats = _hold_out(splits["train"], settings.holdout, seed)
-        notes = notes + repeats
-    train = _subset(splits["train"], settings.max_train, seed, "train")
-    validation = _subset(splits["validation"], settings.max_validation, seed, "validation")
-    known = settings.name in KNOWN_DATASETS or known_images(settings) is not None
-    return Dataset(
-        name=settings.name or Path(str(settings.train)).stem,
-        train=train,
-        validation=validation,
-        classes=coding.names,
-        fingerprint=train.fingerprint(),
-        notes=tuple(notes),
-        warnings=() if known else (*doubts, *review(train, validation, coding.names)),
-    )
+def _labelled_splits(
+    settings: DataSettings, known: Known | None, tables: dict[str, Table]
+) -> tuple[dict[str, Split], Coding]:
+    text, label = text_columns(settings), label_column(settings)
+    assert not isinstance(known, KnownImages), "texts"
+    strip = known.strip if known else None
+    parts = known.parts if known and settings.strip is None else settings.strip or ()
+    texts = {role: [table.texts(column) for column in text] for role, table in tables.items()}
+    if strip:
+        texts = {role: [strip(column, parts) for column in columns] for role, columns in texts.items()}
+    coding = _coding(settings, known, tables, label)
+    return {role: _split(table, texts[role], coding, text, label) for role, table in tables.items()}, coding
 
 
 def _split(table: Table, texts: list[list[str]], coding: Coding, text: Sequence[str], label: str) -> Split:
     return Split(texts, coding.encode(table, label), table.without(*text, label), np.arange(1, len(table) + 1))
-
-
-Known = KnownDataset | KnownImages
 
 
 def _coding(settings: DataSettings, known: Known | None, tables: dict[str, Table], label: str) -> Coding:
@@ -227,13 +183,23 @@ def _check(settings: DataSettings) -> None:
     check_image_settings(settings)
     if settings.text is not None and len(settings.text) not in (1, 2):
         raise UserError(f"data.text={settings.text}: expected one or two columns")
-    if settings.text and label in settings.text:
+    if settings.task != CAUSAL_LM and settings.name in KNOWN_CONVERSATIONS:
+        raise UserError(
+            f"data.name={settings.name}: conversations, expected data.task={CAUSAL_LM}, found {settings.task}"
+        )
+    if settings.task == CAUSAL_LM and str(settings.template).endswith(".jinja"):
+        read_template(str(settings.template))  # before a model is loaded
+    if settings.task != CAUSAL_LM and settings.text and label in settings.text:
         raise UserError(f"data.text={settings.text}: '{label}' is the label column; expected columns of text")
     if settings.regression is not None and settings.name in KNOWN_DATASETS:
         raise UserError(f"data.regression={settings.regression}: '{settings.name}' says itself; leave it out")
     if not 0 < settings.holdout < 1:
         raise UserError(f"data.holdout={settings.holdout}: expected a fraction between 0 and 1")
     known = KNOWN_DATASETS.get(settings.name or "")
+    if settings.task == CAUSAL_LM and known:
+        raise UserError(
+            f"data.name={settings.name}: labelled texts, expected data.task=classification, found {CAUSAL_LM}"
+        )
     if settings.strip is not None and not (known and known.strip):
         named = ", ".join(name for name, each in KNOWN_DATASETS.items() if each.strip)
         raise UserError(
@@ -288,6 +254,8 @@ def _same_source(settings: DataSettings) -> UserError:
 
 def _find_splits(name: str, known: Known | None, read: Reader, local_hub: str | None) -> Readers:
     """The splits of a named data set: one per file in its folder, or else the folder or file itself as "train"."""
+    if name in KNOWN_CONVERSATIONS:
+        return KNOWN_CONVERSATIONS[name]
     path = hub.find_local("datasets", name, local_hub)
     if path is None:
         return _find_hub_splits(name, known, local_hub)
@@ -307,9 +275,8 @@ def _find_hub_splits(name: str, known: Known | None, local_hub: str | None) -> R
         found = datasets.load_dataset(*address)
     except Exception as error:  # the library raises many types; the user gets one error
         cause = str(error).partition("\n")[0] or type(error).__name__
-        raise hub.not_found(
-            "datasets", name, local_hub, cause + nearest(name, [*KNOWN_DATASETS, *KNOWN_IMAGES])
-        ) from error
+        near = nearest(name, [*KNOWN_DATASETS, *KNOWN_CONVERSATIONS, *KNOWN_IMAGES])
+        raise hub.not_found("datasets", name, local_hub, cause + near) from error
 
     def read(split: str) -> Table:
         data = found[split]
@@ -339,8 +306,9 @@ def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split, l
         count = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
         held[numpy_rng(seed, "holdout", int(stratum)).permutation(rows)[:count]] = True
     if not held.any():
+        group = "class" if split.conversations is None else "value of partition.column"
         raise UserError(
-            f"data.holdout={fraction}: found {len(split)} rows with one {split.kind} per class, too few to hold any "
+            f"data.holdout={fraction}: found {len(split)} rows with one {split.kind} per {group}, too few to hold any "
             f"out; give data.validation"
         )
     held, repeats = held[first], int((~distinct).sum())

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedllm.common.errors import UserError, cut_name
-from fedllm.common.schema import build, nearest
+from fedllm.common.errors import UserError
+from fedllm.common.schema import build
+from fedllm.data.groups import column_values
 from fedllm.data.partitioning import partition, stratify, summary
 from fedllm.data.settings import PartitionSettings
 
@@ -25,6 +26,7 @@ __all__ = [
     "PartitionFile",
     "digest",
     "get_partition",
+    "group_column",
     "partition",
     "partition_name",
     "read_partition",
@@ -53,13 +55,14 @@ def get_partition(settings: PartitionSettings, dataset: Dataset) -> list[np.ndar
 
 def partition_name(settings: PartitionSettings, dataset: Dataset) -> str:
     """A file name from the settings that determine the partition, for example "qqp_dir0.1_n100_s0.json"."""
-    keys = KEYS[settings.scheme]
+    keys = _keys(settings, dataset)
     strength = {
         "alpha": f"{settings.alpha:g}",
         "shards_per_client": settings.shards_per_client,
         "column": settings.column,
     }
-    scheme = SHORT[settings.scheme] + "".join(str(strength[key]) for key in keys if key in strength)
+    told = [str(strength[key]) for key in keys if key in strength]
+    scheme = SHORT[settings.scheme] + "_".join(told)
     parts = [dataset.name.removeprefix("glue/"), scheme]
     if "seed" in keys:
         parts += [f"n{settings.clients}", f"s{settings.seed}"]
@@ -113,7 +116,7 @@ def write_partition(
         dataset=dataset.name,
         fingerprint=dataset.fingerprint,
         num_samples=len(dataset.train),
-        partition={key: getattr(settings, key) for key in ("scheme", *KEYS[settings.scheme])},
+        partition={key: getattr(settings, key) for key in ("scheme", *_keys(settings, dataset))},
         sizes=list(map(len, parts)),
         digest=digest(parts),
         numpy=np.__version__,
@@ -156,40 +159,39 @@ def read_partition(path: str | Path, dataset: Dataset) -> list[np.ndarray]:
 
 
 def _draw(settings: PartitionSettings, dataset: Dataset) -> list[np.ndarray]:
-    column = None
+    train, column = dataset.train, None
     if settings.scheme == "by_column":
-        columns = dataset.train.columns
-        if settings.column not in columns:
-            raise UserError(
-                f"partition.column={settings.column}: the training split of '{dataset.name}' has no such column"
-                f"{nearest(str(settings.column), list(columns))}; its columns, besides those of text and label: "
-                f"{', '.join(map(cut_name, columns)) or 'none'}"
-            )
-        column = columns[settings.column]
-        _require_values(column, settings, dataset)
+        column = column_values(train, settings.column, dataset.name)
+    elif train.conversations is not None and settings.scheme != "iid" and not dataset.groups:
+        raise UserError(
+            f"partition.scheme={settings.scheme}: the samples have no labels; expected partition.column, whose values "
+            f"take their place, or partition.scheme=iid"
+        )
     return partition(
-        dataset.train.labels,
+        train.labels,
         scheme=settings.scheme,
         clients=settings.clients,
         alpha=settings.alpha,
         seed=settings.seed,
         min_size=settings.min_size,
-        regression=not dataset.classes,
+        regression=not dataset.classes and train.conversations is None,
         column=column,
         shards_per_client=settings.shards_per_client,
     )
 
 
-def _require_values(column: list[Any], settings: PartitionSettings, dataset: Dataset) -> None:
-    """Raises UserError that names the first sample without a value by its row in the file."""
-    missing = [sample for sample, value in enumerate(column) if value is None or value != value]
-    if missing:
-        rows = dataset.train.rows
-        first = "" if rows is None else f", the first is row {rows[missing[0]]} of {dataset.name}"
-        raise UserError(
-            f"partition.column={settings.column}: {len(missing):,} of {len(column):,} training samples have no value"
-            f"{first}; every sample must belong to a client: fill them in or drop these rows"
-        )
+def group_column(settings: PartitionSettings) -> str | None:
+    """The column whose values stand in for labels, where data have none: partition.column, or that of the file."""
+    if settings.file is None:
+        return settings.column
+    column = _parse(Path(settings.file)).partition.get("column")
+    return None if column is None else str(column)
+
+
+def _keys(settings: PartitionSettings, dataset: Dataset) -> list[str]:
+    """The keys of the recipe section that determine the partition."""
+    keys = KEYS[settings.scheme]
+    return [*keys, "column"] if dataset.groups and "column" not in keys else [*keys]
 
 
 def _parse(path: Path) -> PartitionFile:

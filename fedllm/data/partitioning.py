@@ -16,6 +16,7 @@ import numpy as np
 from fedllm.common.errors import UserError, cut_name
 from fedllm.common.schema import nearest
 from fedllm.common.seeding import numpy_rng
+from fedllm.data.groups import in_order, value_name
 
 SCHEMES = ("dirichlet_classes", "dirichlet_clients", "iid", "shards", "by_column")
 DRAWS = 20  # draws before clients with fewer than min_size samples are topped up
@@ -131,8 +132,7 @@ def _by_column(column: Sequence[Any] | None, n: int, clients: int | None, min_si
     for sample, value in enumerate(column):
         if value is None or value != value:
             raise UserError(f"partition.column: row {sample + 1} has no value; every sample must belong to a client")
-        whole = isinstance(value, float) and value.is_integer()
-        holders.setdefault(str(int(value) if whole else value), []).append(sample)
+        holders.setdefault(value_name(value), []).append(sample)
     if clients not in (None, len(holders)):
         raise UserError(
             f"partition.clients={clients}: the column has {len(holders)} distinct values, one client each; "
@@ -144,12 +144,7 @@ def _by_column(column: Sequence[Any] | None, n: int, clients: int | None, min_si
             f"partition.min_size={min_size}: fewer samples for {', '.join(short[:5])}"
             f"{', ...' if len(short) > 5 else ''}; lower it or drop those rows"
         )
-    return [np.array(holders[name]) for name in sorted(holders, key=_numbers_first)]
-
-
-def _numbers_first(name: str) -> tuple[bool, int, str]:
-    whole = name.removeprefix("-").isdecimal()
-    return not whole, int(name) if whole else 0, name
+    return [np.array(holders[name]) for name in in_order(list(holders))]
 
 
 def iid(n: int, clients: int, rng: np.random.Generator) -> np.ndarray:

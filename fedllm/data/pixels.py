@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +48,8 @@ class Pixels:
     std: Channels
     augment: bool
     patches: int
+
+    notes: ClassVar[tuple[str, ...]] = ()  # there is nothing to say of how they were encoded
 
     def __len__(self) -> int:
         return len(self.targets)

@@ -11,13 +11,14 @@ from fedllm.common.errors import cut_name, listed
 from fedllm.data.repeats import count_relabelled, count_shared
 
 if TYPE_CHECKING:
-    from fedllm.data.loading import Split
+    from fedllm.data.split import Split
 
 MAJORITY = 0.75  # from this share of one class on, accuracy says little
 
 
 def review(train: Split, validation: Split, classes: Sequence[str]) -> list[str]:
-    """The warnings about two splits. classes: their names in the order of their ids, () for a regression."""
+    """The warnings about two splits. classes: their names in the order of their ids, () for a regression and for
+    conversations."""
     found = [*_repeated_texts(train, validation)]
     if classes:
         counts = [np.bincount(split.labels, minlength=len(classes)) for split in (train, validation)]
@@ -27,17 +28,20 @@ def review(train: Split, validation: Split, classes: Sequence[str]) -> list[str]
 
 
 def _repeated_texts(train: Split, validation: Split) -> list[str]:
-    found, kind = [], train.kind
-    article = "an" if kind == "image" else "a"
+    found = []
+    what = train.kind if train.conversations is None else "prompt"
     if shared := count_shared(validation.contents, train.contents):
         whole = "all" if shared == len(validation) else f"{shared:,} of"
+        article = "an" if what == "image" else "a"
         found.append(
-            f"{whole} {len(validation):,} validation samples have {article} {kind} that the training split has too; "
-            f"their scores do not show how the model does on new {kind}s"
+            f"{whole} {len(validation):,} validation samples have {article} {what} that the training split has too; "
+            f"their scores do not show how the model does on new {what}s"
         )
+    if train.conversations is not None:
+        return found
     texts = [[*ours, *theirs] for ours, theirs in zip(train.contents, validation.contents, strict=True)]
     if relabelled := count_relabelled(texts, np.concatenate([train.labels, validation.labels])):
-        found.append(f"{kind}s that have different labels in different rows: {relabelled:,}")
+        found.append(f"{what}s that have different labels in different rows: {relabelled:,}")
     return found
 
 

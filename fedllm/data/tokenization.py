@@ -26,7 +26,8 @@ class Tokens:
     input_ids: int32 [total]. token_type_ids: uint8 [total], or None if the tokenizer gives none or all are zero.
     offsets: int64 [n + 1]. targets: int64 class ids or float32 values [n], the task's target of each example.
     learned: bool [total], the tokens that are to be predicted from those before them, never an example's first one, and
-    at least one of each example; None where an example's target is not its tokens.
+    at least one of each example; None where an example's target is not its tokens. notes: messages to the user.
+    An example that was left out has no token until `take` removes it.
     """
 
     input_ids: torch.Tensor
@@ -34,6 +35,7 @@ class Tokens:
     offsets: torch.Tensor
     targets: torch.Tensor
     learned: torch.Tensor | None = None
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -50,6 +52,20 @@ class Tokens:
             return torch.ones(len(self), dtype=torch.long)
         sums = torch.cat([torch.zeros(1, dtype=torch.long), self.learned.cumsum(0)])
         return sums[self.offsets].diff()
+
+    def take(self, rows: torch.Tensor) -> Tokens:
+        """The examples at `rows`, int64, in that order."""
+        starts, lengths = self.offsets[:-1][rows], self.lengths[rows]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+        places = torch.arange(int(offsets[-1])) + (starts - offsets[:-1]).repeat_interleave(lengths)
+        return replace(
+            self,
+            input_ids=self.input_ids[places],
+            token_type_ids=None if self.token_type_ids is None else self.token_type_ids[places],
+            offsets=offsets,
+            targets=self.targets[rows],
+            learned=None if self.learned is None else self.learned[places],
+        )
 
     def to(self, device: torch.device | str) -> Tokens:
         """The same tokens on `device`."""

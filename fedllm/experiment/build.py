@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel
 
 from fedllm.algorithms import Algorithm
@@ -21,10 +22,12 @@ from fedllm.blocks import partition as block_partition
 from fedllm.common.console import say, stage
 from fedllm.common.errors import UserError
 from fedllm.common.hub import local_hub
+from fedllm.common.schema import nearest
 from fedllm.config.own_files import require_own_files
 from fedllm.config.recipe import FREE_KEYS, Recipe
 from fedllm.data.client_batches import ClientBatches
-from fedllm.data.loading import Dataset, load_dataset
+from fedllm.data.conversations.options import Options
+from fedllm.data.loading import Dataset
 from fedllm.data.partition_file import digest, get_partition
 from fedllm.data.pixels import Pixels
 from fedllm.data.samples import Samples
@@ -32,6 +35,7 @@ from fedllm.data.tokenization import Tokens
 from fedllm.experiment.full_memory import FullNeed, full_pass_bytes, require_memory
 from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.memory_plan import choose_stacked_clients, pass_bytes
+from fedllm.experiment.recipe_data import grouped_by, read_data, settle_samples
 from fedllm.federation.executor import Executor
 from fedllm.federation.info import round_info
 from fedllm.federation.setup import Setup
@@ -55,6 +59,7 @@ class Job:
     """A recipe and all objects built from it, ready for the first step.
 
     recipe: with the model.head that was chosen, where it was "auto", and the data.image_size, where it was null.
+    options: those of the validation split's multiple-choice questions, if it has any.
     """
 
     recipe: Recipe
@@ -69,6 +74,7 @@ class Job:
     problem: LoraProblem | FullProblem
     info: RoundInfo
     stacked_clients: int
+    options: Options | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -138,16 +144,18 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     local_hub(hub)
     require_own_files(recipe)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
-        dataset = cache.get("dataset", (recipe.data, hub), lambda: load_dataset(recipe.data, hub, progress))
+        dataset = cache.get("dataset", _data_source(recipe), lambda: read_data(recipe, progress))
     recipe = replace(recipe, data=replace(recipe.data, image_size=dataset.image_size))
     task = task_of(recipe.data, dataset.classes)
-    _check_target(recipe, task, dataset)
+    _check_evaluation(recipe, task, dataset)
     parts = get_partition(recipe.partition, dataset)
     _check_parts(parts, recipe)
     recipe = recipe.for_clients(len(parts))
     backbone, model = _load_model(recipe, task, machine)
     recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
-    train, validation = _tokenize(recipe, dataset, task, backbone, cache)
+    tokens = _tokenize(recipe, dataset, task, backbone, cache)
+    dataset, parts, train, validation = settle_samples(dataset, parts, tokens)
+    _check_left(parts, recipe)
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs
     batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
@@ -168,7 +176,10 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
         local_steps=max(batches.steps(client) for client in range(len(parts))),
     )
     stacked = _stacked_clients(recipe, algorithm, problem, info, machine)
-    return Job(recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked)
+    options = task.options(dataset.validation, backbone.tokenizer, recipe.data.max_length)
+    return Job(
+        recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked, options
+    )
 
 
 def _stacked_clients(
@@ -191,7 +202,8 @@ def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone,
     seed = recipe.run.seed
     with stage(f"loading {recipe.model.name}", at_once=True):
         backbone = load_backbone(recipe.model, task.head, local_hub=recipe.run.local_hub, seed=seed)
-        model = trainable(backbone, recipe, seed).to(machine.device)
+        model = trainable(backbone, recipe, seed)
+        nn.Module.to(model, machine.device)
     _check_length(recipe, backbone)
     return backbone, model
 
@@ -209,9 +221,14 @@ def _tokenize(recipe: Recipe, dataset: Dataset, task: Task, backbone: Backbone, 
     with stage("tokenizing") as progress:
         return cache.get(
             "tokens",
-            (recipe.data, recipe.model.name, recipe.run.local_hub),
+            (*_data_source(recipe), recipe.model.name),
             lambda: [task.encode(split, backbone.encoder, length, progress) for split in splits],
         )
+
+
+def _data_source(recipe: Recipe) -> tuple[Any, ...]:
+    """What the samples of a recipe depend on."""
+    return recipe.data, recipe.run.local_hub, grouped_by(recipe)
 
 
 def build_together(recipe: Recipe, cache: ReadCache | None, executor: Executor) -> Job:
@@ -273,9 +290,20 @@ def _blocks(model: PeftModel | PreTrainedModel, algorithm: Algorithm, recipe: Re
     return blocks.to(machine.device)
 
 
-def _check_target(recipe: Recipe, task: Task, dataset: Dataset) -> None:
+def _check_evaluation(recipe: Recipe, task: Task, dataset: Dataset) -> None:
+    settings, columns = recipe.eval, list(dataset.validation.columns)
+    if settings.by is not None and settings.by not in columns:
+        raise UserError(
+            f"eval.by: found '{settings.by}'{nearest(settings.by, columns)}, expected a column of the validation "
+            f"split: {', '.join(columns) or 'it has none beside the samples and their labels'}"
+        )
+    if settings.samples and not task.generates:
+        raise UserError(
+            f"eval.samples: found {settings.samples}, but only a language model answers prompts; leave it out for "
+            f"{dataset.name}"
+        )
     known = (*task.metric_names, LOSS)
-    for name in recipe.eval.target or {}:
+    for name in settings.target or {}:
         if name not in known:
             raise UserError(
                 f"eval.target: found metric '{name}', expected one of {', '.join(known)} for {dataset.name}"
@@ -287,6 +315,14 @@ def _check_parts(parts: list[np.ndarray], recipe: Recipe) -> None:
     for client, part in enumerate(parts):
         if len(part) == 0:
             raise UserError(f"{source}: client {client} has no samples; set partition.min_size to 1 or more")
+
+
+def _check_left(parts: list[np.ndarray], recipe: Recipe) -> None:
+    if empty := [client for client, part in enumerate(parts) if len(part) == 0]:
+        raise UserError(
+            f"data.too_long={recipe.data.too_long}: no sample of client {empty[0]} has a learned token within "
+            f"data.max_length={recipe.data.max_length} ({len(empty):,} of {len(parts):,} clients); raise it"
+        )
 
 
 def _check_length(recipe: Recipe, backbone: Backbone) -> None:

@@ -16,10 +16,11 @@ from fedllm.common.errors import UserError
 from fedllm.config.own_files import require_own_files
 from fedllm.data.known_datasets import label_column
 from fedllm.data.labels import encode_as
-from fedllm.data.loading import Split, load_dataset
+from fedllm.data.loading import Split
 from fedllm.data.table_paths import require_table
 from fedllm.data.tables import read_table
 from fedllm.experiment.inference import Inference
+from fedllm.experiment.recipe_data import read_data
 from fedllm.experiment.sample_columns import text_columns
 from fedllm.experiment.trained import TrainedRun, load_trained
 
@@ -93,7 +94,7 @@ def _own_split(run: TrainedRun) -> tuple[Split, tuple[str, ...]]:
     """The run's validation split. Raises UserError if it is not what the run was evaluated on."""
     recipe = run.recipe
     require_own_files(recipe)
-    dataset = load_dataset(recipe.data, recipe.run.local_hub)
+    dataset = read_data(recipe)
     found, before = dataset.validation.fingerprint(), run.data.get("validation")
     if dataset.classes != run.task.classes or (before is not None and found != before):
         raise UserError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from peft import PeftModel
+
 from fedllm.experiment.export_plan import plan_export
 from fedllm.experiment.trained import load_trained
 from fedllm.experiment.trained_files import save_trained
@@ -36,5 +38,6 @@ def export_merged(
     plan = plan_export(folder, out, round, best=best, merge=True)
     require_free(plan.out)
     run = load_trained(folder, plan.round)
+    assert isinstance(run.model, PeftModel), "plan_export refuses runs without adapters"
     card = run.card(merged=True)
     return save_merged(run.model, plan.out, run.backbone.tokenizer, card)

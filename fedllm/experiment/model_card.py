@@ -55,6 +55,7 @@ def model_card(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedO
         _table(["", ""], _facts(recipe, task, trained, base, data)),
         f"## Scores\n\n{_scores(task, trained.metrics, recipe.run.seed)}",
         f"## Load it\n\n```python\n{_loading(recipe, backbone, task, whole)}```",
+        *([_GROUP_NORM] if recipe.model.norm == "group" and not hasattr(backbone.model.config, "norm") else []),
         *([] if whole or _is_on_hub(backbone) else [_WHERE_THE_BASE_IS]),
         f"## Versions\n\n{', '.join(f'{name} {number}' for name, number in versions().items())}",
     ]
@@ -70,6 +71,12 @@ def _kind(recipe: Recipe, merged: bool) -> str:
 _WHERE_THE_BASE_IS = (
     "The base model has no name on the Hub. `base_model_name_or_path` in `adapter_config.json` is its place on the\n"
     "machine of the run; on another machine, write its place there."
+)
+
+
+_GROUP_NORM = (
+    "In training, group norm took the place of this model's batch norm, which its config cannot say. After\n"
+    '`from_pretrained`, call `fedllm.models.norms.apply_norm(model, "group", folder)`, which keeps scale and shift.'
 )
 
 

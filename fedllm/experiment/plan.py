@@ -7,8 +7,12 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fedllm.common.errors import cut_name
+from fedllm.data.conversations.sample_view import BEGIN, END, learned_share, marked_text
+from fedllm.data.tokenization import Tokens
 from fedllm.experiment.build import Job, run_folder
+from fedllm.experiment.client_samples import count_samples
 from fedllm.experiment.full_memory import FullNeed
+from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
 from fedllm.federation.costs import client_memory, traffic, vectors_per_round
 from fedllm.models.quantization import frozen_size
@@ -33,10 +37,11 @@ def plan_table(job: Job) -> Table:
         "trainable parameters": _trainable(job, frozen),
         **_norm(job),
         "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
-        "head": str(job.backbone.start),
+        "head": _head(job),
         "data": f"{job.dataset.name}: {len(job.dataset.train):,} training, {len(job.dataset.validation):,} validation "
         f"samples, {job.task.describe()}",
         **_classes(job),
+        **_learned(job),
         "clients": f"{len(job.parts)}, {info.sampled} per round, {info.tracked} of them tracked",
         "samples per client": f"min {sizes.min():,}, median {int(np.median(sizes)):,}, max {sizes.max():,}",
         **_sites(job, sizes),
@@ -63,9 +68,14 @@ def _trainable(job: Job, frozen: int) -> str:
     dim, lora = job.problem.dim, job.recipe.lora
     if lora is None:
         return f"{dim:,}, all weights"
-    return (
-        f"{dim:,}, {dim / (frozen + dim):.2%} of all (LoRA rank {lora.rank} on {', '.join(lora.targets)}, and the head)"
-    )
+    head = ", and the head" if job.backbone.head else ""
+    return f"{dim:,}, {dim / (frozen + dim):.2%} of all (LoRA rank {lora.rank} on {', '.join(lora.targets)}{head})"
+
+
+def _head(job: Job) -> str:
+    if job.recipe.lora is None and not job.backbone.head:
+        return "the language model's own, trained with it"
+    return str(job.backbone.start)
 
 
 def _norm(job: Job) -> dict[str, str]:
@@ -84,13 +94,29 @@ def _memory(job: Job) -> dict[str, str]:
 
 
 def _classes(job: Job) -> dict[str, str]:
-    """The largest classes with their training samples; nothing where targets are no classes."""
+    """The largest classes, or values of the column that stands in for them, with their training samples."""
     train = job.dataset.train
-    if (counts := job.task.class_counts(train, [np.arange(len(train))])) is None:
+    if (found := count_samples(job.dataset, job.task, [np.arange(len(train))])) is None:
         return {}
-    ranked = sorted(zip(counts[0], job.task.classes, strict=True), key=lambda pair: -pair[0])
+    ranked = sorted(zip(found.counts[0], found.names, strict=True), key=lambda pair: -pair[0])
     named = [f"'{cut_name(name)}' {count:,} ({count / len(train):.0%})" for count, name in ranked[:_CLASSES]]
-    return {"classes": ", ".join(named) + (f" and {len(ranked) - _CLASSES:,} more" if len(ranked) > _CLASSES else "")}
+    column = grouped_by(job.recipe)
+    more = f" and {len(ranked) - _CLASSES:,} more" if len(ranked) > _CLASSES else ""
+    return {"classes" if column is None else f"values of {column}": ", ".join(named) + more}
+
+
+def _learned(job: Job) -> dict[str, str]:
+    """What a causal language model learns: how many tokens, and the first training sample with them marked."""
+    tokens, validation = job.problem.samples, job.validation
+    if not (isinstance(tokens, Tokens) and isinstance(validation, Tokens)) or tokens.learned is None:
+        return {}
+    tokens = tokens.to("cpu")
+    shown = f"the first sample, what is learned between {BEGIN} and {END}"
+    return {
+        "training tokens": learned_share(tokens),
+        "validation tokens": learned_share(validation),
+        shown: marked_text(tokens, 0, job.backbone.tokenizer),
+    }
 
 
 def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +27,13 @@ from fedllm.problems.base import Problem
 Progress = Callable[[int], None]  # called with the number of clients that have taken a step
 
 
-def client_too_large(client: int) -> str:
-    """The error for a client that does not fit into memory alone."""
-    return (
-        f"client {client}: its step alone does not fit into memory; cut its batches with run.slices=4, or set "
-        f"run.gradient_checkpointing=true (the same result up to rounding), or lower local.batch_size or "
-        f"data.max_length"
-    )
+def client_too_large(client: int, smaller_steps: str = Problem.smaller_steps) -> str:
+    """The error for a client that does not fit into memory alone. smaller_steps: see Problem."""
+    return f"client {client}: its step alone does not fit into memory; {smaller_steps}"
+
+
+def _too_large(problem: Problem) -> Callable[[int], str]:
+    return partial(client_too_large, smaller_steps=problem.smaller_steps)
 
 
 def train_part(
@@ -57,7 +58,7 @@ def train_part(
             error.add_note(f"Round {setup.info.index + 1}, while these clients trained together: {listed}")
             raise
 
-    batches = HalvingBatches(list(steps), stacked_clients, client_too_large)
+    batches = HalvingBatches(list(steps), stacked_clients, _too_large(setup.problem))
     for clients, trained in batches.each(train):
         _count(part, setup, state, clients, trained, tracked)
         counts = [steps[client] for client in clients]
@@ -164,7 +165,7 @@ def full_gradients(
     x = state.x
     total = torch.zeros_like(x, dtype=torch.float64)
     staged: dict[int, ClientVectors] = {}
-    batches = HalvingBatches(clients, stacked_clients, client_too_large)
+    batches = HalvingBatches(clients, stacked_clients, _too_large(setup.problem))
     for chunk, gradients in batches.each(lambda chunk: checks.full_gradient(setup.problem, x, chunk)):
         total += gradients.sum(0, dtype=torch.float64)
         rows = setup.algorithm.init_clients(x.expand(len(chunk), -1), setup.info, gradients)

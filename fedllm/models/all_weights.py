@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from fedllm.models.loading import Backbone
@@ -22,7 +23,8 @@ def train_all(backbone: Backbone, settings: ModelSettings, *, seed: int = 0) -> 
     model = backbone.model
     start_head(model, backbone, seed)
     apply_norm(model, settings.norm, backbone.name)
-    return model.float().requires_grad_(True).eval()
+    nn.Module.float(model).requires_grad_(True).train(False)
+    return model
 
 
 def start_digest(x: torch.Tensor) -> str:

@@ -54,6 +54,8 @@ def apply_norm(model: nn.Module, norm: Literal["average", "local", "group"], nam
     if norm != "average" and not found:
         raise UserError(f"model.norm={norm}: model '{name}' has no batch norm; leave model.norm out")
     if norm == "group":
+        if hasattr(config := getattr(model, "config", None), "norm"):
+            config.norm = "group"  # type: ignore[union-attr]
         for path in found:
             model.set_submodule(path, _group_norm(model.get_submodule(path), path, name))
 

@@ -30,13 +30,17 @@ class Problem(ABC):
     """N clients, each with its own objective over the same d parameters.
 
     dim: d. num_clients: N. blocks: the partition of the coordinates, or None for one block per coordinate.
-    buffers: None for a model without them.
+    buffers: None for a model without them. smaller_steps: how a user makes a client's step need less memory.
     """
 
     dim: int
     num_clients: int
     blocks: BlockPartition | None = None
     buffers: Buffers | None = None
+    smaller_steps: str = (
+        "cut its batches with run.slices=4, or set run.gradient_checkpointing=true (the same result up to rounding), "
+        "or lower local.batch_size or data.max_length"
+    )
 
     @abstractmethod
     def initial(self) -> Tensor:

@@ -379,7 +379,7 @@ def test_other_data_is_refused(tmp_path):
 
 def test_names_tell_partitions_apart():
     def name(task="glue/qqp", **section):
-        return partition_name(PartitionSettings(**section), SimpleNamespace(name=task))
+        return partition_name(PartitionSettings(**section), SimpleNamespace(name=task, groups=()))
 
     assert name() == "qqp_dir0.1_n100_s0.json"
     assert name(scheme="dirichlet_clients", alpha=1.0, min_size=8) == "qqp_dirc1_n100_s0_m8.json"

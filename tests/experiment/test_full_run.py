@@ -10,7 +10,8 @@ import torch
 import yaml
 from launched import launch, numbers
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from tiny_models import WORDS, save_tiny
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from fedllm import run_recipe
 from fedllm.cli.commands import main
@@ -181,3 +182,49 @@ def test_a_model_from_random_weights(tiny: Path, tmp_path: Path) -> None:
     assert "bert trained from random weights on" in card
     AutoTokenizer.from_pretrained(found.folder / "model")
     assert json.loads((found.folder / "result.json").read_text())["client_memory"]["frozen weights"] == 0
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of a tiny GPT-2 from random weights, over plain texts of two speakers."""
+    folder = tmp_path_factory.mktemp("texts")
+    save_tiny(folder / "gpt2", "gpt2", headless=False)
+    lines = [
+        {"text": f"the {('cat sat', 'dog ran')[row % 2]} on the mat and {WORDS[row % 20]} was red", "speaker": row % 2}
+        for row in range(24)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "recipe.yaml").write_text(
+        f"""
+model: {{name: {folder / "gpt2"}, pretrained: false}}
+lora: null
+data: {{task: causal_lm, train: {folder / "train.jsonl"}, format: text, learn: all, max_length: 20, holdout: 0.25}}
+partition: {{scheme: by_column, column: speaker}}
+algorithm: {{name: fedadamw, lr: 1.0e-2}}
+federation: {{rounds: 2}}
+local: {{steps: 8, batch_size: 4}}
+eval: {{every: 2, start: true, samples: 2, new_tokens: 4}}
+run: {{precision: float32, threads: 1, trackers: []}}
+"""
+    )
+    return folder
+
+
+def test_a_language_model_learns_from_random_weights(texts: Path, tmp_path: Path) -> None:
+    """Perplexity falls, the folder is a plain language model with the loss that the run says, and answers are written."""
+    found = run_recipe(texts / "recipe.yaml", run_dir=tmp_path / "run")
+    before, after = found.result["start"]["perplexity"], found.result["final"]["perplexity"]
+    assert after < 0.7 * before
+    assert len((found.folder / "samples.jsonl").read_text().splitlines()) == 2
+    model = AutoModelForCausalLM.from_pretrained(found.folder / "model").eval()
+    job = assemble(load_recipe(texts / "recipe.yaml"))
+    total = 0.0
+    for sample in range(len(job.validation)):
+        rows = job.validation.rows(torch.tensor([sample]))
+        with torch.no_grad():
+            total += float(model(**rows, labels=rows["input_ids"]).loss) * (rows["input_ids"].shape[1] - 1)
+    assert job.validation.learned is not None
+    learned = int(job.validation.sizes.sum())
+    assert learned == len(job.validation.input_ids) - len(job.validation)  # all but each sample's first token
+    assert total / learned == pytest.approx(found.result["final"]["eval_loss"], abs=1e-4)
+    assert evaluate_run(found.folder).scores == pytest.approx(found.result["final"], abs=1e-4)

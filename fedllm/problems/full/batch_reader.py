@@ -88,7 +88,7 @@ class BatchReader:
         found = [self._places(row) for row in index]
         places = LearnedPlaces.stack([each for each in found if each is not None]) if found[0] is not None else None
         return StackedBatch(
-            {name: send(value.unflatten(0, index.shape), device) for name, value in inputs.items()},
+            {name: send(value.view(*index.shape, *value.shape[1:]), device) for name, value in inputs.items()},
             send(self.samples.targets[index], device),
             send(real / totals, device),
             None if places is None else places.to(device),

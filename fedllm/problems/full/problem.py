@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +46,9 @@ class FullProblem(ModelProblem):
     """
 
     packed = False
+    smaller_steps = (
+        "lower local.batch_size or data.max_length, take a smaller model, or train adapters (leave out lora: null)"
+    )
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class FullProblem(ModelProblem):
         return self.model.space
 
     @property
-    def samples(self) -> Samples:
+    def samples(self) -> Any:
         return self.reader.samples
 
     @property
