@@ -102,7 +102,7 @@ def _changes(before: Mapping[str, Mapping[str, Any]], recipe: Recipe) -> _Change
         for old in [{**defaults[section], **before.get(section, {})}]
         for key in {*values, *old}
         if f"{section}.{key}" not in _FREE and section != "eval" and old.get(key) != values.get(key)
-        if not ((section, key) in DECIDED_KEYS and values.get(key) == "auto")
+        if not ((section, key) in DECIDED_KEYS and values.get(key) in ("auto", None))
     }
 
 
