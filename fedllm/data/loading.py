@@ -260,12 +260,12 @@ def _find_hub_splits(name: str, known: KnownDataset | None, local_hub: str | Non
 
 
 def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split, list[str]]:
-    """Splits off a random `fraction` of the texts; returns the remaining rows, the held-out rows and notes.
+    """Splits off a random `fraction` of the samples; returns the remaining rows, the held-out rows and notes.
 
-    Rows with the same text, which may have different labels, are on the same side; they count as the first one. Per
-    class, at least one text remains, and at least one is held out if the class has two or more.
+    Rows with the same text or prompt, which may have different labels, are on the same side; they count as the first
+    one. Per class or group, at least one remains, and at least one is held out if there are two or more.
     """
-    first = first_with_same_text(split.texts)
+    first = first_with_same_text(split.contents)
     distinct = first == np.arange(len(split))
     strata = split.labels if split.labels.dtype == np.int64 else np.zeros(len(split), np.int64)
     held = np.zeros(len(split), bool)
@@ -276,11 +276,13 @@ def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split, l
     if not held.any():
         group = "class" if split.conversations is None else "value of partition.column"
         raise UserError(
-            f"data.holdout={fraction}: found {len(split)} rows with one text per {group}, too few to hold any out; "
-            f"give data.validation"
+            f"data.holdout={fraction}: found {len(split)} rows with one {split.kind} per {group}, too few to hold any "
+            f"out; give data.validation"
         )
     held, repeats = held[first], int((~distinct).sum())
-    note = f"{repeats:,} of {len(split):,} rows repeat the text of another row; the hold-out keeps equal texts together"
+    kind = split.kind
+    note = f"{repeats:,} of {len(split):,} rows repeat the {kind} of another row; the hold-out keeps equal {kind}s "
+    note += "together"
     return split.take(np.flatnonzero(~held)), split.take(np.flatnonzero(held)), [note] if repeats else []
 
 

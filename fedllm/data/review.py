@@ -29,12 +29,11 @@ def review(train: Split, validation: Split, classes: Sequence[str]) -> list[str]
 
 def _repeated_texts(train: Split, validation: Split) -> list[str]:
     found = []
-    if shared := count_shared(validation.texts, train.texts):
-        what = "text" if train.conversations is None else "prompt"
+    if shared := count_shared(validation.contents, train.contents):
         whole = "all" if shared == len(validation) else f"{shared:,} of"
         found.append(
-            f"{whole} {len(validation):,} validation samples have a {what} that the training split has too; "
-            f"their scores do not show how the model does on new {what}s"
+            f"{whole} {len(validation):,} validation samples have a {train.kind} that the training split has too; "
+            f"their scores do not show how the model does on new {train.kind}s"
         )
     if train.conversations is not None:
         return found

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedllm.data.conversations.conversation import Conversation, prompts
+
 if TYPE_CHECKING:
     from fedllm.data.arrow_files import Columns
-    from fedllm.data.conversations.conversation import Conversation
 
 
 @dataclass(frozen=True)
 class Split:
     """n labelled examples, or n conversations.
 
-    texts: one or two columns of n texts; of conversations their prompts, which tell equal samples.
+    texts: one or two columns of n texts; [] for conversations.
     labels: int64 class ids or float32 targets [n]; of conversations, which have none, the ids of their groups.
     columns: the table's other columns by name, each with n values (partition.column names one of them).
     rows: the row of each example in its file, from 1, int64 [n]; None for a split that was not read from a file.
@@ -32,6 +34,16 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def kind(self) -> str:
+        """What tells samples apart, in one word."""
+        return "text" if self.conversations is None else "prompt"
+
+    @cached_property
+    def contents(self) -> list[list[str]]:
+        """Columns of n texts that tell samples apart in a hold-out: the texts, or the prompts of conversations."""
+        return self.texts if self.conversations is None else [prompts(self.conversations)]
 
     def take(self, rows: np.ndarray) -> Split:
         """The examples at `rows`, in that order."""

@@ -20,9 +20,11 @@ from fedllm.blocks import partition as block_partition
 from fedllm.common.console import say, stage
 from fedllm.common.errors import UserError
 from fedllm.common.hub import local_hub
+from fedllm.common.schema import nearest
 from fedllm.config.own_files import require_own_files
 from fedllm.config.recipe import FREE_KEYS, Recipe
 from fedllm.data.client_batches import ClientBatches
+from fedllm.data.conversations.options import Options
 from fedllm.data.loading import Dataset
 from fedllm.data.partition_file import digest, get_partition
 from fedllm.data.tokenization import Tokens
@@ -48,7 +50,8 @@ T = TypeVar("T")
 class Job:
     """A recipe and all objects built from it, ready for the first step.
 
-    recipe: with the model.head that was chosen, where it was "auto".
+    recipe: with the model.head that was chosen, where it was "auto". options: those of the validation split's
+    multiple-choice questions, if it has any.
     """
 
     recipe: Recipe
@@ -63,6 +66,7 @@ class Job:
     problem: LoraProblem
     info: RoundInfo
     stacked_clients: int
+    options: Options | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -126,7 +130,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
         dataset = cache.get("dataset", _data_source(recipe), lambda: read_data(recipe, progress))
     task = task_of(recipe.data, dataset.classes)
-    _check_target(recipe, task, dataset)
+    _check_evaluation(recipe, task, dataset)
     parts = get_partition(recipe.partition, dataset)
     _check_parts(parts, recipe)
     recipe = recipe.for_clients(len(parts))
@@ -156,7 +160,10 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
         local_steps=max(batches.steps(client) for client in range(len(parts))),
     )
     stacked = choose_stacked_clients(recipe.run.stacked_clients, algorithm, problem, info, machine.device)
-    return Job(recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked)
+    options = task.options(dataset.validation, backbone.tokenizer, recipe.data.max_length)
+    return Job(
+        recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked, options
+    )
 
 
 def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone, PeftModel]:
@@ -234,9 +241,20 @@ def _blocks(model: PeftModel, algorithm: Algorithm, recipe: Recipe, machine: Mac
     return blocks.to(machine.device)
 
 
-def _check_target(recipe: Recipe, task: Task, dataset: Dataset) -> None:
+def _check_evaluation(recipe: Recipe, task: Task, dataset: Dataset) -> None:
+    settings, columns = recipe.eval, list(dataset.validation.columns)
+    if settings.by is not None and settings.by not in columns:
+        raise UserError(
+            f"eval.by: found '{settings.by}'{nearest(settings.by, columns)}, expected a column of the validation "
+            f"split: {', '.join(columns) or 'it has none beside the samples and their labels'}"
+        )
+    if settings.samples and not task.generates:
+        raise UserError(
+            f"eval.samples: found {settings.samples}, but only a language model answers prompts; leave it out for "
+            f"{dataset.name}"
+        )
     known = (*task.metric_names, LOSS)
-    for name in recipe.eval.target or {}:
+    for name in settings.target or {}:
         if name not in known:
             raise UserError(
                 f"eval.target: found metric '{name}', expected one of {', '.join(known)} for {dataset.name}"

@@ -19,8 +19,10 @@ from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replace_text
 from fedllm.common.profiling import Profile
 from fedllm.config.recipe import Recipe, load_recipe
+from fedllm.experiment.answers import write_answers
 from fedllm.experiment.build import ReadCache, build_together, run_folder, say_notes, with_dir
 from fedllm.experiment.checkpoints import Checkpoints
+from fedllm.experiment.comparison import compare
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.model_card import TrainedOn, model_card
 from fedllm.experiment.plan import plan_table
@@ -158,13 +160,12 @@ def _complete(session: Session, checkpoints: Checkpoints, profile: bool, stop: S
 
 
 def _finish(session: Session) -> RunResult:
-    """Writes the adapter, result.json and the plot."""
-    job = session.job
-    job.problem.space.scatter(job.model, session.state.x)
-    try:
-        result = session.executor.on_first(lambda: _write_result(session))
-    finally:
-        job.problem.release()
+    """Writes the adapter, the answers, result.json and the plot."""
+    job, x = session.job, session.state.x
+    compared = compare(job, x, session.executor)
+    job.problem.space.scatter(job.model, x)
+    job.problem.release()
+    result = session.executor.on_first(lambda: _write_result(session, compared))
     final = ", ".join(f"{name} {value:.4f}" for name, value in result["final"].items() if value is not None)
     say(f"{session.folder}: {final} after {session.state.round} rounds", "bold")
     say(f"adapter in {session.folder / 'adapter'}, curves in {session.folder / 'curves.png'}")
@@ -186,14 +187,18 @@ def _warn_of_missed_target(session: Session, result: dict[str, Any]) -> None:
     warn(f"warning: {session.folder}: eval.target not reached in {result['rounds']} rounds: {'; '.join(missed)}")
 
 
-def _write_result(session: Session) -> dict[str, Any]:
-    """Writes the adapter, then result.json. So if result.json exists, all other files exist, except the plot."""
+def _write_result(session: Session, compared: dict[str, Any]) -> dict[str, Any]:
+    """Writes the adapter, the answers, then result.json with the entries `compared`.
+
+    So if result.json exists, all other files exist, except the plot.
+    """
     job, folder = session.job, session.folder
     try:
         trained = TrainedOn(session.metrics, session.facts.data, len(job.parts), job.problem.dim)
         card = model_card(job.recipe, job.backbone, job.task, trained)
         save_adapter(job.model, folder / "adapter", job.backbone.base_name, job.backbone.tokenizer, card)
-        result = run_result(job, session.state, session.metrics, session.facts)
+        write_answers(job, session.state.x, folder)
+        result = run_result(job, session.state, session.metrics, session.facts) | compared
         shutil.rmtree(folder / CLIENTS, ignore_errors=True)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")
         _plot(folder)

@@ -57,8 +57,15 @@ def choose_start(
 
     model.head: "new" always draws the head. "keep" keeps the checkpoint's, whatever its classes are called, and raises
     UserError if there is none of this shape. "auto" keeps it if the checkpoint's classes have no names (LABEL_0, ...)
-    or the names of the data's classes, apart from case, blanks and their order.
+    or the names of the data's classes, apart from case, blanks and their order. A language model, which has no head to
+    train, keeps its outputs; "new" is then an error.
     """
+    if not paths:
+        if model.head == "new":
+            raise UserError(
+                f"model.head=new: model '{model.name}' is a language model, whose head is not trained; leave the key out"
+            )
+        return HeadStart(True, "a language model's own, which is not trained")
     if model.head == "new":
         return HeadStart(False, "model.head=new asks for it")
     if why := _without_head(model, paths, loaded, own_classes):

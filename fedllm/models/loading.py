@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,7 +17,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,11 +26,13 @@ from fedllm.common import hub
 from fedllm.common.errors import UserError
 from fedllm.common.quiet import quiet
 from fedllm.common.seeding import derive
+from fedllm.models.causal_models import is_causal, require_causal, template_notes
+from fedllm.models.gguf_copy import copy_of, require_copy
 from fedllm.models.head_start import HeadStart, Loaded, choose_start
-from fedllm.models.quantization import keep_as_stored
+from fedllm.models.quantization import keep_as_stored, quantization_config
 from fedllm.models.settings import ModelSettings
 from fedllm.models.sources import ask_hub, cached_folder, check_quantize, find_model
-from fedllm.models.structure import attentions, find_head
+from fedllm.models.structure import find_head
 from fedllm.tasks.heads import Head
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,9 +43,11 @@ class Backbone:
     """A frozen model with a task's head, and its tokenizer.
 
     name: as the user wrote it. source: the folder or GGUF file it was read from, or "hub" (Hugging Face cache or hub).
-    head: paths of the task head's modules, all of which are trained. task_type: PEFT's name for this kind of head.
+    head: paths of the task head's modules, all of which are trained; () for a language model, whose output embedding is
+    frozen. task_type: PEFT's name for this kind of head.
     max_length: the number of tokens that the model has positions for, or None if it has no limit.
     base_name: the base model in adapter_config.json, see `_base_name`. start: whether the checkpoint's head is kept.
+    notes: what a user should know of the model.
     """
 
     model: PreTrainedModel
@@ -55,6 +59,7 @@ class Backbone:
     max_length: int | None
     base_name: str = ""
     start: HeadStart = HeadStart(False, "random values")
+    notes: tuple[str, ...] = ()
 
 
 def load_backbone(model: ModelSettings, head: Head, *, local_hub: str | None = None, seed: int = 0) -> Backbone:
@@ -68,28 +73,40 @@ def load_backbone(model: ModelSettings, head: Head, *, local_hub: str | None = N
     Padding is on the right.
 
     Raises UserError: the name is found nowhere, weights are missing or incomplete, transformers has no such head for
-    this model, the dropout is not usable, the quantisation is not possible, or there is no head that can be kept.
+    this model, the dropout is not usable, the quantisation is not possible, there is no head that can be kept, or the
+    checkpoint is no causal language model where the head is that of one.
     """
     if model.dropout is not None and not 0 <= model.dropout < 1:
         raise UserError(f"model.dropout: found {model.dropout}, expected null or a rate in [0, 1)")
     load = partial(_load, model, head, seed)
     place = hub.find_local("models", model.name, local_hub)
     source = "hub" if place is None else find_model(place, model)
-    check_quantize(model, source)
+    check_quantize(model)
     try:
         with quiet():
-            return _from_hub(model.name, local_hub, load) if isinstance(source, str) else _from_disk(source, load)
+            if isinstance(source, str):
+                return _from_hub(model.name, local_hub, load)
+            return _from_gguf(source, model, load) if source.suffix == ".gguf" else _from_folder(source, load)
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as cause:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, struct.error) as cause:
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise UserError(f"model '{model.name}' (from {source}) cannot be loaded: {reason}") from cause
 
 
-def _from_disk(source: Path, load: Callable[..., Backbone]) -> Backbone:
-    if source.suffix == ".gguf":
-        return load(source, str(source.parent), gguf_file=source.name, local_files_only=True)
+def _from_folder(source: Path, load: Callable[..., Backbone]) -> Backbone:
     return load(source, str(source), local_files_only=True)
+
+
+def _from_gguf(source: Path, model: ModelSettings, load: Callable[..., Backbone]) -> Backbone:
+    """Loads from the file's copy as safetensors, or from the file itself where there is none."""
+    copy = copy_of(source) if model.quantize == "none" else require_copy(source, model.quantize)
+    if copy.folder is None:
+        backbone = load(source, str(source.parent), gguf_file=source.name, local_files_only=True)
+    else:
+        backbone = load(source, str(copy.folder), local_files_only=True)
+        backbone.model.name_or_path = backbone.model.config.name_or_path = str(source.parent)
+    return replace(backbone, notes=(*((copy.note,) if copy.note else ()), *backbone.notes))
 
 
 def _from_hub(name: str, local_hub: str | None, load: Callable[..., Backbone]) -> Backbone:
@@ -111,6 +128,8 @@ def _load(
     """Loads the backbone from `where`. `options` go to every from_pretrained. A model's own code is never run."""
     options["trust_remote_code"] = False
     config = AutoConfig.from_pretrained(where, **head.config, **options)
+    if is_causal(head):
+        require_causal(model, config)
     _set_dropout(config, model.dropout)
     _fuse_activation(config)
     tokenizer = AutoTokenizer.from_pretrained(where, **options)
@@ -129,7 +148,8 @@ def _load(
     net.config.use_cache = False
     net.requires_grad_(False).train(False)
     base = _base_name(model.name, source)
-    return Backbone(net, tokenizer, model.name, source, paths, head.task_type, _max_length(net), base, start)
+    notes = template_notes(model.name, tokenizer) if is_causal(head) else ()
+    return Backbone(net, tokenizer, model.name, source, paths, head.task_type, _max_length(net), base, start, notes)
 
 
 def _base_name(name: str, source: Path | Literal["hub"]) -> str:
@@ -147,7 +167,9 @@ def _pretrained(
 ) -> tuple[PreTrainedModel, Loaded]:
     """The checkpoint's model, and the names of the parameters that the checkpoint lacks or has in another shape."""
     if model.quantize != "none":
-        options = {**options, "quantization_config": _quantization(model, head, config)}
+        with torch.device("meta"):
+            skeleton = _from_config(head, config)
+        options = {**options, "quantization_config": quantization_config(model, skeleton, _DTYPES[model.dtype])}
     elif "gguf_file" in options and hasattr(transformers, "GgufConfig"):  # versions without it always dequantise
         options = {**options, "quantization_config": transformers.GgufConfig(dequantize=True)}
     options = {"dtype": _DTYPES[model.dtype], "ignore_mismatched_sizes": True, "output_loading_info": True, **options}
@@ -185,25 +207,6 @@ def _trained_anew(name: str, net: PreTrainedModel, head: tuple[str, ...], absent
             f"{', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}. Name a checkpoint that has them."
         )
     return head
-
-
-def _quantization(model: ModelSettings, head: Head, config: PreTrainedConfig) -> BitsAndBytesConfig:
-    """The quantisation settings: 4 bit (NF4, scales in 8 bit) or 8 bit.
-
-    The head is not quantised. Neither is a fused query/key/value projection, because `split_fused` splits its weight.
-    """
-    with torch.device("meta"):
-        skeleton = _from_config(head, config)
-    fused = [attention.query for attention in attentions(skeleton, model.name) if attention.fused]
-    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-        load_in_4bit=model.quantize == "4bit",
-        load_in_8bit=model.quantize == "8bit",
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=_DTYPES[model.dtype],
-        llm_int8_threshold=0.0,  # 0: outlier columns are found over the whole batch, which mixes clients
-        llm_int8_skip_modules=[*find_head(skeleton), *fused],
-    )
 
 
 def _set_dropout(config: PreTrainedConfig, rate: float | None) -> None:

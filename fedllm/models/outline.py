@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -85,7 +85,6 @@ def add_lora(model: PreTrainedModel, targets: Sequence[str], rank: int) -> PeftM
 
 
 def _trained_head(model: PreTrainedModel) -> tuple[str, ...]:
-    """The head of a classifier. That of a language model, whose outputs are tokens, stays frozen."""
-    prefix, net = model.base_model_prefix, cast(Any, model)
-    headless = not prefix or not hasattr(model, prefix)
-    return () if headless or net.get_output_embeddings() is not None else find_head(model)
+    """The head of a classifier. A model without a base model inside it has none."""
+    prefix = model.base_model_prefix
+    return find_head(model) if prefix and hasattr(model, prefix) else ()

@@ -8,7 +8,30 @@ import sys
 import torch
 from peft import PeftModel
 from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from fedllm.models.settings import ModelSettings
+from fedllm.models.structure import attentions, output_modules
+
+
+def quantization_config(model: ModelSettings, skeleton: PreTrainedModel, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """The quantisation settings: 4 bit (NF4, scales in 8 bit) or 8 bit.
+
+    skeleton: the model without values. dtype: of the products of 4-bit layers. What makes the outputs is not quantised:
+    a head that is trained, or the output embedding of a language model. Neither is a fused query/key/value projection,
+    because `split_fused` splits its weight.
+    """
+    fused = [attention.query for attention in attentions(skeleton, model.name) if attention.fused]
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=model.quantize == "4bit",
+        load_in_8bit=model.quantize == "8bit",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_threshold=0.0,  # 0: outlier columns are found over the whole batch, which mixes clients
+        llm_int8_skip_modules=[*output_modules(skeleton), *fused],
+    )
 
 
 def settle(model: nn.Module, dtype: torch.dtype | None) -> None:

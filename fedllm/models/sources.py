@@ -18,13 +18,12 @@ from fedllm.models.settings import ModelSettings
 _WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
-def check_quantize(model: ModelSettings, source: Path | str) -> None:
+def check_quantize(model: ModelSettings) -> None:
+    """Raises UserError for a quantisation that is not possible here."""
     if model.quantize == "none":
         return
     if not model.pretrained:
         raise UserError(f"model.quantize: {model.quantize} needs a pretrained model, but model.pretrained is false")
-    if str(source).endswith(".gguf"):
-        raise UserError(f"model.quantize: {model.quantize} cannot be had of {source}: a GGUF file is read dequantised")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"model.quantize: {model.quantize} needs bitsandbytes; run: pip install fedllm[quant]")
 

@@ -1,4 +1,4 @@
-"""Finds a model's task head and attention projections, and splits GPT-2's fused projection."""
+"""Finds a model's head and attention projections, and splits GPT-2's fused projection."""
 
 from __future__ import annotations
 
@@ -51,7 +51,18 @@ def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
 
 
 def find_head(model: PreTrainedModel) -> tuple[str, ...]:
-    """Paths of the task head: the children with parameters, other than the base model."""
+    """Paths of the task head, which is trained: () for a language model, whose output embedding stays frozen."""
+    return () if is_language_model(model) else output_modules(model)
+
+
+def is_language_model(model: PreTrainedModel) -> bool:
+    """Whether the model's outputs are logits over its vocabulary."""
+    headless = not model.base_model_prefix or not hasattr(model, model.base_model_prefix)
+    return not headless and model.get_output_embeddings() is not None
+
+
+def output_modules(model: PreTrainedModel) -> tuple[str, ...]:
+    """Paths of the modules that make the outputs: the children with parameters, other than the base model."""
     children = model.named_children()
     return tuple(n for n, child in children if n != model.base_model_prefix and any(True for _ in child.parameters()))
 

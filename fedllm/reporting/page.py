@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from fedllm.reporting import swept_figure
+from fedllm.reporting import by_value, swept_figure
 from fedllm.reporting.curves import PLOTS, captions
 from fedllm.reporting.groups import Group, Target, full_name
 from fedllm.reporting.inline_svg import VARIABLES, inline_svg
@@ -28,13 +28,18 @@ _CLIENTS = (
     "Top: the number of samples of each client. Bottom: the share of each class among them, or of each value of a "
     "column where samples have no labels. Many classes are drawn as bubbles: the area of a bubble is the share.",
 )
-_OTHERS = {"client_labels": _CLIENTS, swept_figure.NAME: (swept_figure.TITLE, swept_figure.CAPTION)}
+_OTHERS = {
+    "client_labels": _CLIENTS,
+    swept_figure.NAME: (swept_figure.TITLE, swept_figure.CAPTION),
+    by_value.NAME: (by_value.TITLE, by_value.CAPTION),
+}
+_ANSWERS = ("prompt", "reference", "before", "after")
 
 
 @dataclass(frozen=True)
 class Section:
     """One data set on the page. costs: what its targets take, None without a target. figures: SVG of those of
-    curves.PLOTS, of `client_labels` and of `swept`."""
+    curves.PLOTS, of `client_labels`, of `swept` and of `by_value`."""
 
     summary: Summary
     groups: Sequence[Group]
@@ -57,6 +62,8 @@ def page(sections: Sequence[Section], problems: Sequence[str], lacking: Sequence
         sections=sections,
         words=WORDS,
         figures=[_figures(section, number) for number, section in enumerate(sections)],
+        answers=[_answers(section.groups) for section in sections],
+        answer_headings=_ANSWERS,
         targets=[f"to {words}" for words in targets],
         runs=[_outcome(run, group, groups, targets) for group in groups for run in group.runs],
         several=len(groups) > 1,
@@ -96,6 +103,15 @@ def _figures(section: Section, number: int) -> list[dict[str, Any]]:
         wide = width is not None and float(width[1]) > _HALF
         drawn = inline_svg(svg, f"{name}-{number}", title)
         found.append({"title": title, "caption": caption, "svg": drawn, "wide": wide})
+    return found
+
+
+def _answers(groups: Sequence[Group]) -> list[tuple[str, list[list[str]]]]:
+    """Of each group with answers, its name and those of its first run that has them."""
+    found = []
+    for group in groups:
+        if lines := next((run.answers for run in group.runs if run.answers), None):
+            found.append((full_name(group, groups), [[line[key] for key in _ANSWERS] for line in lines]))
     return found
 
 

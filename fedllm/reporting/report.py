@@ -15,6 +15,7 @@ from fedllm.common.console import console, say, stage, warn
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replace_text
 from fedllm.common.schema import nearest
+from fedllm.reporting import by_value
 from fedllm.reporting import curves as plots
 from fedllm.reporting.client_labels import client_figure, without_clients
 from fedllm.reporting.groups import Group, Target, by_task, group_runs
@@ -30,7 +31,7 @@ from fedllm.tasks.base import require_reachable
 
 FORMATS = ("html", "md", "csv", "tex", "png", "svg")
 _DRAWN = {"html", "png", "svg"}
-_FIGURES = (*plots.PLOTS, "client_labels", NAME)
+_FIGURES = (*plots.PLOTS, "client_labels", NAME, by_value.NAME)
 _NAMES = (  # patterns of all files that a report can write; a figure of one of several data sets has its name inside
     "report.html", "summary.md", "summary.csv", "summary.tex", "swept.csv",
     *(f"{figure}{inside}.{kind}" for figure in _FIGURES for inside in ("", ".*") for kind in ("png", "svg")),
@@ -186,6 +187,7 @@ def _draw(
     drawn, lacking = [], []
     for groups, panels in zip(tasks, swept, strict=True):
         more = {"client_labels": client_figure(groups), NAME: swept_figure(panels)}
+        more[by_value.NAME] = by_value.value_figure(groups)
         drawn.append(plots.figures(groups) | {name: figure for name, figure in more.items() if figure is not None})
         prefix = f"{groups[0].task}: " if len(tasks) > 1 else ""
         lacking += [

@@ -17,7 +17,7 @@ from fedllm.results.checks import older_start, require_agreement, require_totals
 from fedllm.results.data_digests import read_digests, with_digests
 from fedllm.results.format import COSTS, LOSS, Sections, is_number, outcome, totals
 from fedllm.results.names import printable
-from fedllm.results.run_files import Clients, Costs, DamagedError, RecipeKeys, Result, RoundLine, checked
+from fedllm.results.run_files import Answer, Clients, Costs, DamagedError, RecipeKeys, Result, RoundLine, checked
 from fedllm.results.run_record import ClientData, RunRecord
 
 
@@ -42,6 +42,7 @@ def load_run(folder: str | Path) -> RunRecord:
             start = start or dict.fromkeys(COSTS, 0)
             result = _so_far(rounds, recipe, start)
         partition = _read_partition(folder / "partition.json")
+        answers = _read_answers(folder / "samples.jsonl") if finished else []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{folder}: cannot be read: {error}") from error
     except RecursionError:
@@ -49,7 +50,8 @@ def load_run(folder: str | Path) -> RunRecord:
     except DamagedError as error:
         raise UserError(f"{folder}: {error}") from None
     clients = _clients(partition) if partition else None
-    return RunRecord(folder, recipe, rounds, result, start, clients, read_digests(folder, partition))
+    digests = read_digests(folder, partition)
+    return RunRecord(folder, recipe, rounds, result, start, clients, digests, answers)
 
 
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[RunRecord], list[str]]:
@@ -178,6 +180,18 @@ def _read_partition(path: Path) -> dict[str, Any] | None:
 def _clients(partition: dict[str, Any]) -> ClientData:
     counts = partition["counts"] or []
     return ClientData(partition["sizes"], partition["classes"], counts, partition.get("column"))
+
+
+def _read_answers(path: Path) -> list[dict[str, str]]:
+    """The lines of samples.jsonl, [] if the run wrote no such file."""
+    found = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else [], 1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise DamagedError(f"{path.name}, line {number} is not JSON: {error}; damaged") from error
+        found.append(checked(line, Answer, f"{path.name}, line {number}"))
+    return found
 
 
 def _read_json(path: Path) -> Any:

@@ -77,6 +77,31 @@ class Best(TypedDict):
     round: Whole
 
 
+class OfValue(TypedDict):
+    """The scores of one value of the column `eval.by`."""
+
+    samples: Count
+    final: dict[str, Number | None]
+    start: NotRequired[dict[str, Number | None]]
+
+
+class ByValue(TypedDict):
+    """The scores of each value of a column."""
+
+    column: str
+    values: dict[str, OfValue]
+
+
+class Answer(TypedDict):
+    """A line of samples.jsonl."""
+
+    sample: Annotated[Count, Field(description="a whole number")]
+    prompt: Word
+    reference: Word
+    before: Word
+    after: Word
+
+
 class Result(TypedDict):
     """result.json. For an unfinished run: the same keys, for the rounds so far, with the status 'unfinished'."""
 
@@ -98,6 +123,8 @@ class Result(TypedDict):
     vectors_per_round: NotRequired[Any]
     client_vectors: NotRequired[Any]
     client_memory_bytes: NotRequired[Any]
+    start: NotRequired[Annotated[dict[str, Number | None], Field(description="a number for each metric")]]
+    by: NotRequired[Annotated[ByValue, Field(description="a column and the scores of its values")]]
 
 
 class Clients(TypedDict):

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from fedllm.results.format import Axis, Sections, compared, is_number, settings_key
 from fedllm.results.names import printable
-from fedllm.results.run_files import Result
+from fedllm.results.run_files import ByValue, Result
 
 DATA_FILES = (("data", "train"), ("data", "validation"))
 MADE_WITH = (("machine", "precision"), ("versions", "fedllm"))
@@ -35,9 +35,9 @@ class RunRecord:
     """A run, read from its folder.
 
     recipe: the sections of recipe.yaml. rounds: the lines of metrics.jsonl. result: result.json; for an unfinished run
-    the same keys, computed from the rounds so far. start: COSTS before round 1.
-    clients: None if there is no partition.json. data: sha256 of the splits "training" and "validation"; {} if
-    unknown.
+    the same keys, computed from the rounds so far. start: COSTS before round 1. clients: None if there is no
+    partition.json. data: sha256 of the splits "training" and "validation"; {} if unknown. answers: the lines of
+    samples.jsonl.
     """
 
     folder: Path
@@ -47,6 +47,12 @@ class RunRecord:
     start: dict[str, float]
     clients: ClientData | None = None
     data: dict[str, str] = field(default_factory=dict)
+    answers: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def by(self) -> ByValue | None:
+        """The scores of each value of a column (see comparison.compare), if the run has them."""
+        return self.result.get("by")
 
     @property
     def key(self) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedllm.common.console import ProgressCallback
+    from fedllm.data.conversations.options import Options
     from fedllm.data.loading import Split
     from fedllm.data.tokenization import Tokens
     from fedllm.tasks.heads import Head
@@ -48,12 +49,14 @@ class Task(ABC):
     """What a model is trained for; `selection.task_of` makes the one that a recipe's data ask for.
 
     head: which head the model gets. metric_names: the scores that `evaluate` gives beside the loss, the headline first.
-    classes: the names of the classes in the order of their ids, () where targets are no classes.
+    classes: the names of the classes in the order of their ids, () where targets are no classes. generates: whether the
+    model writes text.
     """
 
     head: Head
     metric_names: tuple[str, ...]
     classes: tuple[str, ...] = ()
+    generates: bool = False
 
     @property
     def primary(self) -> str:
@@ -71,6 +74,10 @@ class Task(ABC):
         Raises UserError for a length or a tokenizer that the samples cannot be encoded with.
         """
 
+    def options(self, split: Split, tokenizer: Any, max_length: int) -> Options | None:
+        """The options of the split's multiple-choice questions as samples; None without such questions."""
+        return None
+
     @abstractmethod
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample [n], differentiable in the outputs [n, L] of the model's head; targets [n]."""
@@ -78,6 +85,10 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """The mean loss, named LOSS, and then `metric_names` of n samples: outputs [n, L], targets [n], on the CPU."""
+
+    def choose(self, outputs: Tensor, options: Options) -> dict[str, float]:
+        """The scores of multiple-choice questions, by the outputs [n, L] of their n options."""
+        return {}
 
     @abstractmethod
     def predictions(self, outputs: Tensor) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fedllm.data.known_datasets import KNOWN_DATASETS
 from fedllm.data.settings import CAUSAL_LM
 from fedllm.tasks.base import LOSS, Task
-from fedllm.tasks.causal_lm import SCORES, CausalLM
+from fedllm.tasks.causal_lm import CausalLM
 from fedllm.tasks.metrics import METRICS
 from fedllm.tasks.sequence_classification import SequenceClassification, SequenceRegression
 
@@ -35,7 +35,7 @@ def score_names(settings: DataSettings) -> list[str]:
     """The scores that an evaluation may give, before the data are read: LOSS last, and of your own data, whose labels
     may be classes or numbers, the metrics of both."""
     if settings.task == CAUSAL_LM:
-        return [*SCORES, LOSS]
+        return [*CausalLM(settings).metric_names, LOSS]
     known = KNOWN_DATASETS.get(settings.name or "")
     keys = [known.metric] if known else [_OF_CLASSES, _OF_NUMBERS]
     return [*dict.fromkeys(name for key in keys for name in METRICS[key][0]), LOSS]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,9 @@ _SMALL = {
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _GPT2 = {
-    "vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2, "resid_pdrop": 0.0,
-    "activation_function": "gelu_pytorch_tanh", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
+    "activation_function": "gelu_pytorch_tanh", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama": (_SMALL, ["q_proj", "v_proj"]),

@@ -21,7 +21,7 @@ def make_run(
     counts: Sequence[Sequence[int]] = (), classes: Sequence[str] = ("negative", "positive"),
     start: dict[str, float] | None = None, precision: str | None = None, version: str | None = None,
     train: str | None = None, digests: Sequence[str] = (), checkpoint: bool = False,
-    **measures: Sequence[object],
+    told: dict[str, object] | None = None, answers: Sequence[dict[str, object]] = (), **measures: Sequence[object],
 ) -> Path:  # fmt: skip
     """A run folder; round t sends 1000 bytes up, 500 down, and takes 2 s, simulated 3 s.
 
@@ -29,7 +29,7 @@ def make_run(
     as in an older run. counts [N, classes]: of partition.json, which older runs lack. start: start.json, the same.
     precision, version: what result.json tells of the machine and of fedllm. train: data.train, instead of a task.
     digests: of the training and the validation split, in partition.json, or with `checkpoint` in a checkpoint alone, as
-    in an older run. measures: more of each round.
+    in an older run. told: more of result.json. answers: of samples.jsonl. measures: more of each round.
     """
     folder.mkdir(parents=True)
     given_recipe = folder / "recipe.yaml"
@@ -78,7 +78,9 @@ def make_run(
             result["totals"][name] += cost
         if memory is not None:
             result |= {"client_memory_bytes": memory, "vectors_per_round": {"sent": 4.0, "derived": 4.0}}
-        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "result.json").write_text(json.dumps(result | (told or {})))
+    if answers:
+        (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in answers))
     return folder
 
 

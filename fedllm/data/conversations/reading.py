@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedllm.data.conversations.conversation import prompts
 from fedllm.data.conversations.formats import Columns, find_columns, read_conversations
 from fedllm.data.conversations.shell_commands import NAME, OTHERS, TRAIN, read_shell_commands
 from fedllm.data.groups import column_values, group_ids, in_order, value_name
@@ -64,7 +63,7 @@ def _read_split(table: Table, columns: Columns) -> tuple[Split, list[str]]:
     conversations, notes = read_conversations(table, columns)
     rows = np.arange(1, len(table) + 1)
     others = table.without(*columns.of.values())
-    return Split([prompts(conversations)], np.zeros(len(rows), np.int64), others, rows, conversations), notes
+    return Split([], np.zeros(len(rows), np.int64), others, rows, conversations), notes
 
 
 def _grouped(split: Split, column: str, names: list[str]) -> Split:

@@ -210,5 +210,5 @@ def test_a_head_that_does_more_than_its_output_embedding_is_refused() -> None:
         return found
 
     causal.forward = doubled
-    with pytest.raises(UserError, match="LlamaForCausalLM .* its logits are not those of its output embedding"):
+    with pytest.raises(UserError, match=r"LlamaForCausalLM .* its logits are not those of its output embedding"):
         causal_problem(model)
