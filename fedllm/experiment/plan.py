@@ -53,6 +53,7 @@ def plan_table(job: Job) -> Table:
         "run folder": str(run_folder(recipe)),
         **{f"note {number}": note for number, note in enumerate(job.dataset.notes, 1)},
         **{f"warning {number}": text for number, text in enumerate(job.dataset.warnings, 1)},
+        **_sample(job),
     }
     table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
@@ -73,16 +74,18 @@ def _classes(job: Job) -> dict[str, str]:
 
 
 def _learned(job: Job) -> dict[str, str]:
-    """What a causal language model learns: how many tokens, and the first training sample with them marked."""
+    """How many tokens a causal language model learns."""
+    splits = {"training tokens": job.problem.rows.tokens.to("cpu"), "validation tokens": job.validation}
+    return {name: learned_share(tokens) for name, tokens in splits.items() if tokens.learned is not None}
+
+
+def _sample(job: Job) -> dict[str, str]:
+    """The first training sample as a causal language model sees it."""
     tokens = job.problem.rows.tokens.to("cpu")
     if tokens.learned is None:
         return {}
-    shown = f"the first sample, what is learned between {BEGIN} and {END}"
-    return {
-        "training tokens": learned_share(tokens),
-        "validation tokens": learned_share(job.validation),
-        shown: marked_text(tokens, 0, job.backbone.tokenizer),
-    }
+    shown = f"the first sample; what is learned stands between {BEGIN} and {END}"
+    return {shown: marked_text(tokens, 0, job.backbone.tokenizer)}
 
 
 def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:

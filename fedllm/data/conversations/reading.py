@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from fedllm.data.conversations.formats import Columns, find_columns, read_conver
 from fedllm.data.conversations.shell_commands import NAME, OTHERS, TRAIN, read_shell_commands
 from fedllm.data.groups import column_values, group_ids, in_order, value_name
 from fedllm.data.split import Split
-from fedllm.data.tables import Table
+from fedllm.data.tables import Table, read_table
 
 if TYPE_CHECKING:
     from fedllm.data.settings import DataSettings
@@ -57,6 +58,16 @@ def read_conversation_splits(
     values = column_values(splits["train"], group_column, settings.name or str(settings.train))
     names = in_order(list(map(value_name, values)))
     return {role: _grouped(split, group_column, names) for role, split in splits.items()}, tuple(names), notes
+
+
+def read_conversation_file(settings: DataSettings, path: Path) -> tuple[Split, list[str]]:
+    """The conversations of a file, in the format and the columns of the settings, and notes for the user.
+
+    Raises UserError as read_table and read_conversations do.
+    """
+    table = read_table(path, text=TEXT_COLUMNS + named_columns(settings))
+    split, notes = _read_split(table, find_columns(settings, table))
+    return split, [*table.notes, *notes]
 
 
 def _read_split(table: Table, columns: Columns) -> tuple[Split, list[str]]:
