@@ -177,11 +177,6 @@ def _read_partition(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def _clients(partition: dict[str, Any]) -> ClientData:
-    counts = partition["counts"] or []
-    return ClientData(partition["sizes"], partition["classes"], counts, partition.get("column"))
-
-
 def _read_answers(path: Path) -> list[dict[str, str]]:
     """The lines of samples.jsonl, [] if the run wrote no such file."""
     found = []
@@ -192,6 +187,11 @@ def _read_answers(path: Path) -> list[dict[str, str]]:
             raise DamagedError(f"{path.name}, line {number} is not JSON: {error}; damaged") from error
         found.append(checked(line, Answer, f"{path.name}, line {number}"))
     return found
+
+
+def _clients(partition: dict[str, Any]) -> ClientData:
+    counts = partition["counts"] or []
+    return ClientData(partition["sizes"], partition["classes"], counts, partition.get("column"))
 
 
 def _read_json(path: Path) -> Any:
