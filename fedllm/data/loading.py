@@ -21,7 +21,7 @@ from fedllm.data.conversations.reading import (
     named_columns,
     read_conversation_splits,
 )
-from fedllm.data.conversations.templates import read_template
+from fedllm.data.conversations.templates import is_template_file, read_template
 from fedllm.data.known_datasets import KNOWN_DATASETS, KnownDataset, label_column, text_columns
 from fedllm.data.labels import Coding, learn_coding
 from fedllm.data.repeats import first_with_same_text
@@ -160,7 +160,7 @@ def _check(settings: DataSettings) -> None:
         raise UserError(
             f"data.name={settings.name}: conversations, expected data.task={CAUSAL_LM}, found {settings.task}"
         )
-    if settings.task == CAUSAL_LM and str(settings.template).endswith(".jinja"):
+    if settings.task == CAUSAL_LM and is_template_file(str(settings.template)):
         read_template(str(settings.template))  # before a model is loaded
     if settings.task != CAUSAL_LM and settings.text and label in settings.text:
         raise UserError(f"data.text={settings.text}: '{label}' is the label column; expected columns of text")

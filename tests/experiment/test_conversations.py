@@ -17,7 +17,7 @@ from fedllm.data.loading import Dataset
 from fedllm.experiment.build import assemble
 from fedllm.experiment.recipe_data import settle_samples, without_left_out
 from fedllm.experiment.records import partition_summary
-from fedllm.experiment.run import dry_run
+from fedllm.experiment.run import dry_run, run
 
 TOOLS = ("git", "tar", "sed", "awk")
 
@@ -101,3 +101,20 @@ def test_samples_that_are_left_out_leave_parts_and_splits() -> None:
     assert len(train) == len(validation) == 3
     assert settled.notes == tuple(f"{role}: {tokens.notes[0]}" for role in ("training", "validation"))
     assert without_left_out(train) is train
+
+
+def test_a_run_does_not_go_on_with_another_template(chats: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}{{ m.content }} </s> {% endfor %}")
+    recipe = load_recipe(chats / "recipe.yaml", [f"data.template={own}", f"run.dir={tmp_path / 'run'}"])
+    run(recipe)
+    own.write_text("{% for m in messages %}the {{ m.content }} </s> {% endfor %}")
+    longer = load_recipe(
+        chats / "recipe.yaml", [f"data.template={own}", f"run.dir={tmp_path / 'run'}", "federation.rounds=2"]
+    )
+    with pytest.raises(UserError, match=r"the run began with another chat template \(sha256 [0-9a-f]{12}, now"):
+        run(longer)
+    own.write_text("{% for m in messages %}{{ m.content }} </s> {% endfor %}")
+    assert run(longer).result["rounds"] == 2
+    found = json.loads((tmp_path / "run" / "partition.json").read_text())
+    assert (found["classes"], found["column"]) == (sorted(TOOLS), "tool")
