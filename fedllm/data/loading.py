@@ -21,7 +21,7 @@ from fedllm.data.conversations.reading import (
     named_columns,
     read_conversation_splits,
 )
-from fedllm.data.conversations.templates import read_template
+from fedllm.data.conversations.templates import is_template_file, read_template
 from fedllm.data.image_files import image_splits, read_image_table
 from fedllm.data.image_reading import read_image_splits
 from fedllm.data.known_datasets import KNOWN_DATASETS, KnownDataset, label_column, text_columns
@@ -187,7 +187,7 @@ def _check(settings: DataSettings) -> None:
         raise UserError(
             f"data.name={settings.name}: conversations, expected data.task={CAUSAL_LM}, found {settings.task}"
         )
-    if settings.task == CAUSAL_LM and str(settings.template).endswith(".jinja"):
+    if settings.task == CAUSAL_LM and is_template_file(str(settings.template)):
         read_template(str(settings.template))  # before a model is loaded
     if settings.task != CAUSAL_LM and settings.text and label in settings.text:
         raise UserError(f"data.text={settings.text}: '{label}' is the label column; expected columns of text")
@@ -294,8 +294,9 @@ def _find_hub_splits(name: str, known: Known | None, local_hub: str | None) -> R
 def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split, list[str]]:
     """Splits off a random `fraction` of the samples; returns the remaining rows, the held-out rows and notes.
 
-    Rows with the same content, which may have different labels, are on the same side; they count as the first one. Per
-    class, at least one content remains, and at least one is held out if the class has two or more.
+    Rows with the same content (text, prompt or image), which may have different labels, are on the same side; they
+    count as the first one. Per class or group, at least one remains, and at least one is held out if there are two or
+    more.
     """
     first = first_with_same_text(split.contents)
     distinct = first == np.arange(len(split))

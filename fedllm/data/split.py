@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedllm.data.conversations.conversation import Conversation, prompts
+
 if TYPE_CHECKING:
     from fedllm.data.arrow_files import Columns
-    from fedllm.data.conversations.conversation import Conversation
 
 
 @dataclass(frozen=True)
 class Split:
     """n labelled examples, or n conversations.
 
-    texts: one or two columns of n texts; of conversations their prompts, which tell equal samples; [] for images.
+    texts: one or two columns of n texts; [] for conversations and images.
     labels: int64 class ids or float32 targets [n]; of conversations, which have none, the ids of their groups.
     columns: the table's other columns by name, each with n values (partition.column names one of them).
     rows: the row of each example in its file, from 1, int64 [n]; None for a split that was not read from a file.
@@ -39,14 +40,17 @@ class Split:
     @property
     def kind(self) -> str:
         """What tells samples apart, in one word."""
-        return "text" if self.images is None else "image"
+        if self.images is not None:
+            return "image"
+        return "text" if self.conversations is None else "prompt"
 
     @cached_property
     def contents(self) -> list[list[str]]:
-        """Columns of n texts that are equal for equal samples: the texts, or a digest of each image."""
-        if self.images is None:
-            return self.texts
-        return [[hashlib.blake2b(image.tobytes(), digest_size=16).hexdigest() for image in self.images]]
+        """Columns of n texts that tell samples apart in a hold-out: the texts, the prompts of conversations, or a
+        digest of each image."""
+        if self.images is not None:
+            return [[hashlib.blake2b(image.tobytes(), digest_size=16).hexdigest() for image in self.images]]
+        return self.texts if self.conversations is None else [prompts(self.conversations)]
 
     def take(self, rows: np.ndarray) -> Split:
         """The examples at `rows`, in that order."""

@@ -35,7 +35,7 @@ from fedllm.data.tokenization import Tokens
 from fedllm.experiment.full_memory import FullNeed, full_pass_bytes, require_memory
 from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.memory_plan import choose_stacked_clients, pass_bytes
-from fedllm.experiment.recipe_data import grouped_by, read_data, settle_samples
+from fedllm.experiment.recipe_data import grouped_by, read_data, require_samples, settle_samples, template_digest
 from fedllm.federation.executor import Executor
 from fedllm.federation.info import round_info
 from fedllm.federation.setup import Setup
@@ -94,9 +94,11 @@ class Job:
 
     @cached_property
     def data(self) -> dict[str, str]:
-        """Digests of a result's inputs other than the recipe: training split, validation split and partition."""
+        """Digests of a result's inputs other than the recipe: training split, validation split, partition, and the
+        file of a chat template."""
         validation = self.dataset.validation.fingerprint()
-        return {"training": self.dataset.fingerprint, "validation": validation, "partition": digest(self.parts)}
+        found = {"training": self.dataset.fingerprint, "validation": validation, "partition": digest(self.parts)}
+        return found | template_digest(self.recipe)
 
     def weights_digest(self) -> str:
         """A digest of the weights that must be equal in all processes: frozen ones, or the start of trained ones."""
@@ -155,7 +157,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
     tokens = _tokenize(recipe, dataset, task, backbone, cache)
     dataset, parts, train, validation = settle_samples(dataset, parts, tokens)
-    _check_left(parts, recipe)
+    require_samples(parts, recipe)
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs
     batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
@@ -315,14 +317,6 @@ def _check_parts(parts: list[np.ndarray], recipe: Recipe) -> None:
     for client, part in enumerate(parts):
         if len(part) == 0:
             raise UserError(f"{source}: client {client} has no samples; set partition.min_size to 1 or more")
-
-
-def _check_left(parts: list[np.ndarray], recipe: Recipe) -> None:
-    if empty := [client for client, part in enumerate(parts) if len(part) == 0]:
-        raise UserError(
-            f"data.too_long={recipe.data.too_long}: no sample of client {empty[0]} has a learned token within "
-            f"data.max_length={recipe.data.max_length} ({len(empty):,} of {len(parts):,} clients); raise it"
-        )
 
 
 def _check_length(recipe: Recipe, backbone: Backbone) -> None:

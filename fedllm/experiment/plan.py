@@ -57,6 +57,7 @@ def plan_table(job: Job) -> Table:
         "run folder": str(run_folder(recipe)),
         **{f"note {number}": note for number, note in enumerate(job.dataset.notes, 1)},
         **{f"warning {number}": text for number, text in enumerate(job.dataset.warnings, 1)},
+        **_sample(job),
     }
     table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
@@ -106,17 +107,22 @@ def _classes(job: Job) -> dict[str, str]:
 
 
 def _learned(job: Job) -> dict[str, str]:
-    """What a causal language model learns: how many tokens, and the first training sample with them marked."""
-    tokens, validation = job.problem.samples, job.validation
-    if not (isinstance(tokens, Tokens) and isinstance(validation, Tokens)) or tokens.learned is None:
-        return {}
-    tokens = tokens.to("cpu")
-    shown = f"the first sample, what is learned between {BEGIN} and {END}"
+    """How many tokens a causal language model learns."""
+    splits = {"training tokens": job.problem.samples, "validation tokens": job.validation}
     return {
-        "training tokens": learned_share(tokens),
-        "validation tokens": learned_share(validation),
-        shown: marked_text(tokens, 0, job.backbone.tokenizer),
+        name: learned_share(tokens.to("cpu"))
+        for name, tokens in splits.items()
+        if isinstance(tokens, Tokens) and tokens.learned is not None
     }
+
+
+def _sample(job: Job) -> dict[str, str]:
+    """The first training sample as a causal language model sees it."""
+    tokens = job.problem.samples
+    if not isinstance(tokens, Tokens) or tokens.learned is None:
+        return {}
+    shown = f"the first sample; what is learned stands between {BEGIN} and {END}"
+    return {shown: marked_text(tokens.to("cpu"), 0, job.backbone.tokenizer)}
 
 
 def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:

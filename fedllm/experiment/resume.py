@@ -144,7 +144,8 @@ def check_data(job: Job, facts: RunFacts, folder: Path, moved: Sequence[str] = (
         )
     for name, before in facts.data.items():
         if data[name] != before:
-            what = "partition: its clients hold other samples" if name == "partition" else f"{name} split"
+            kinds = {"partition": "partition: its clients hold other samples", "template": "chat template"}
+            what = kinds.get(name, f"{name} split")
             raise UserError(
                 f"{folder}: the run began with another {what} (sha256 {before[:12]}, now {data[name][:12]}); "
                 f"put the data back as they were, or choose another run.dir"
