@@ -18,6 +18,7 @@ from fedllm.common.hub import PACKAGE, is_hub_name
 from fedllm.config.recipe import Recipe
 from fedllm.data.known_datasets import KNOWN_DATASETS, text_columns
 from fedllm.data.tokenization import pair_separator
+from fedllm.experiment.causal_card import causal_loading, causal_task
 from fedllm.experiment.records import versions
 from fedllm.models.loading import Backbone
 from fedllm.results.format import LOSS, outcome
@@ -25,7 +26,7 @@ from fedllm.results.names import NO_LICENCE, printable, setting_text
 from fedllm.tasks.base import Task
 
 MOST_CLASSES = 30  # classes that a card lists
-_HUB_METRICS = {"macro_f1": "f1", "pearson": "pearsonr"}  # where the Hub has another name
+_HUB_METRICS = {"macro_f1": "f1", "pearson": "pearsonr", "token_accuracy": "accuracy"}  # where the Hub has another name
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class TrainedOn:
 def model_card(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedOn, *, merged: bool = False) -> str:
     """The text of README.md. merged: for a folder with the whole model, the adapter merged into its base."""
     base, data = _base(recipe), _data_name(recipe)
-    kind = "model with a merged LoRA adapter" if merged else "LoRA adapter with its head"
+    kind = "model with a merged LoRA adapter" if merged else f"LoRA adapter{_with_head(backbone)}"
     parts = [
         f"---\n{_metadata(recipe, backbone, task, merged)}---",
         f"# {base} fine-tuned on {data}",
         f"A {kind}, trained by federated learning with fedllm.",
-        _table(["", ""], _facts(recipe, task, trained, base, data)),
+        _table(["", ""], _facts(recipe, backbone, task, trained, base, data)),
         f"## Scores\n\n{_scores(task, trained.metrics, recipe.run.seed)}",
         f"## Load it\n\n```python\n{_loading(recipe, backbone, task, merged)}```",
         *([] if merged or _is_on_hub(backbone) else [_WHERE_THE_BASE_IS]),
@@ -76,7 +77,7 @@ def _metadata(recipe: Recipe, backbone: Backbone, task: Task, merged: bool) -> s
         values |= {"base_model": backbone.base_name, "base_model_relation": "finetune" if merged else "adapter"}
     if hub := _data_on_hub(recipe):
         values["datasets"] = [hub]
-    values["pipeline_tag"] = "text-classification"
+    values["pipeline_tag"] = "text-generation" if task.generates else "text-classification"
     values["metrics"] = list(dict.fromkeys(_HUB_METRICS.get(name, name) for name in task.metric_names))
     values["tags"] = ["lora", "federated-learning", "fedllm", printable(algorithm)]
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -112,7 +113,11 @@ def _data_name(recipe: Recipe) -> str:
     return _plain(data.name if data.name.startswith(PACKAGE) or is_hub_name(data.name) else Path(data.name).name)
 
 
-def _facts(recipe: Recipe, task: Task, trained: TrainedOn, base: str, data: str) -> list[list[str]]:
+def _with_head(backbone: Backbone) -> str:
+    return " with its head" if backbone.head else ""
+
+
+def _facts(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedOn, base: str, data: str) -> list[list[str]]:
     model, lora, federation = recipe.model, recipe.lora, recipe.federation
     digests = [f"sha256 of the {split} split `{trained.data[split]}`" for split in _SPLITS if split in trained.data]
     quantize = "" if model.quantize == "none" else f", quantised to {model.quantize}"
@@ -126,7 +131,7 @@ def _facts(recipe: Recipe, task: Task, trained: TrainedOn, base: str, data: str)
         ["clients", f"{count}{federation.clients_per_round} train in a round; {_partition(recipe)}"],
         ["algorithm", f"`{_plain(str(recipe.algorithm['name']))}`: {_settings(algorithm)}"],
         ["local training", _local(recipe)],
-        ["adapter", f"{_settings(adapter)}; {trained.dim:,} trained values with the head"],
+        ["adapter", f"{_settings(adapter)}; {trained.dim:,} trained values{' with the head' if backbone.head else ''}"],
         ["rounds", f"{trained.metrics[-1]['round']:,}"],
         ["seed", str(recipe.run.seed)],
         ["licence", "to be filled in"],
@@ -137,6 +142,8 @@ _SPLITS = ("training", "validation")
 
 
 def _task(task: Task, recipe: Recipe) -> str:
+    if task.generates:
+        return _plain(causal_task(recipe))
     what = "a pair of texts" if _is_pair(recipe) else "a text"
     if not task.classes:
         return f"{task.describe()}: one number for {what}"
@@ -196,6 +203,8 @@ def _number(value: float | None) -> str:
 
 def _loading(recipe: Recipe, backbone: Backbone, task: Task, merged: bool) -> str:
     """Python that loads the folder and answers for one sample."""
+    if task.generates:
+        return causal_loading(recipe, backbone, merged)
     cut = f"truncation=True, max_length={recipe.data.max_length}"
     place = "this folder, or huggingface_hub.snapshot_download(its name on the Hub)"
     asked = '"a text"'
