@@ -68,7 +68,7 @@ class Job:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was chosen for the user while the data and the model were read."""
-        return (*self.dataset.notes, f"head: {self.backbone.start}")
+        return (*self.dataset.notes, f"head: {self.backbone.start}", *self.backbone.notes)
 
     @property
     def setup(self) -> Setup:

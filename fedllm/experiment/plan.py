@@ -29,7 +29,7 @@ def plan_table(job: Job) -> Table:
         "algorithm": f"{settings['name']}, lr {settings['lr']}, server_lr {settings['server_lr']}",
         "model": f"{recipe.model.name} ({job.backbone.source}), {frozen:,} frozen parameters",
         "trainable parameters": f"{dim:,}, {dim / (frozen + dim):.2%} of all (LoRA rank {lora.rank} on "
-        f"{', '.join(lora.targets)}, and the head)",
+        f"{', '.join(lora.targets)}{', and the head' if job.backbone.head else ''})",
         "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
         "head": str(job.backbone.start),
         "data": f"{job.dataset.name}: {len(job.dataset.train):,} training, {len(job.dataset.validation):,} validation "
@@ -47,7 +47,7 @@ def plan_table(job: Job) -> Table:
         "runs on": f"{processes}{where}, {machine.precision}, {job.stacked_clients} clients together",
         "rows": _rows(job),
         "run folder": str(run_folder(recipe)),
-        **{f"note {number}": note for number, note in enumerate(job.dataset.notes, 1)},
+        **{f"note {number}": note for number, note in enumerate((*job.dataset.notes, *job.backbone.notes), 1)},
         **{f"warning {number}": text for number, text in enumerate(job.dataset.warnings, 1)},
     }
     table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=False)

@@ -50,10 +50,10 @@ def predict_file(
     """Writes the rows of `file` to `out`, with a column `prediction`; the same as `fedllm predict`.
 
     The kinds of both files follow from their suffixes: .csv, .tsv, .jsonl, .parquet, and .json to read. `prediction` is
-    the name of a class, or a number; with `probabilities` there is a column probability_<class> for
-    each class. Of a language model it is the greedy answer to the row's prompt, of at most `new_tokens` tokens
-    (eval.new_tokens by default). Rows keep their order. `out` is replaced when all is written. text: the columns of text, by default
-    those of the run's own data. round: see load_trained.
+    the name of a class, or a number; with `probabilities` there is a column probability_<class> for each class. Of a
+    language model it is the greedy answer to the row's prompt, of at most `new_tokens` tokens (eval.new_tokens by
+    default). Rows keep their order. `out` is replaced when all is written. text: the columns of text, by default those
+    of the run's own data. round: see load_trained.
     Raises UserError for what is wrong with these, before the model is loaded.
     """
     options = {"text": text, "probabilities": probabilities, "round": round, "new_tokens": new_tokens}

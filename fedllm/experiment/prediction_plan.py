@@ -57,8 +57,9 @@ def plan_prediction(
     columns = () if asks else text_columns(recipe, text)
     table = outline(file, columns)
     questions = find_questions(recipe.data, file, table.names, text) if asks else None
-    for chunk in read_chunks(file) if questions else ():
-        questions.of(chunk)
+    if questions is not None:
+        for chunk in read_chunks(file):
+            questions.of(chunk)
     reserved = [name for name in table.names if name == PREDICTION or (probabilities and name.startswith(PROBABILITY))]
     if reserved:
         raise UserError(f"{file}: has a column '{reserved[0]}' already, which predict adds; rename it")

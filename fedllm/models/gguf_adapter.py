@@ -80,7 +80,7 @@ def _gguf_tensors(model: PeftModel, architecture: str) -> dict[str, Tensor]:
     stored = adapter_tensors(model)
     paths = [key.removesuffix(".lora_A.weight") for key in stored if key.endswith(".lora_A.weight")]
     file_alpha = float(adapter_config(model, "").lora_alpha)
-    found = {}
+    found: dict[str, Tensor] = {}
     for path in paths:
         a, b = stored[f"{path}.lora_A.weight"].float(), stored[f"{path}.lora_B.weight"].float()
         layer = path.removeprefix(PREFIX)
@@ -96,7 +96,7 @@ def _gguf_tensors(model: PeftModel, architecture: str) -> dict[str, Tensor]:
 def _alpha(model: PeftModel, layer: str) -> float:
     """The alpha of a layer in the adapter's own files, where a fused projection may have one of its own."""
     config = adapter_config(model, "")
-    own = (alpha for ending, alpha in config.alpha_pattern.items() if f".{layer}".endswith(f".{ending}"))
+    own = (alpha for ending, alpha in (config.alpha_pattern or {}).items() if f".{layer}".endswith(f".{ending}"))
     return float(next(own, config.lora_alpha))
 
 

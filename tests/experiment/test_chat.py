@@ -17,6 +17,8 @@ from fedllm.experiment.answerer import Answerer
 from fedllm.experiment.inference import Inference
 from fedllm.experiment.trained import load_trained
 
+SHARED = [("human", "red"), ("gpt", "a"), ("human", "cat")]
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -49,10 +51,10 @@ def test_a_chat_from_a_pipe_is_one_conversation(
     run: Path, answerer: Answerer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = answer(answerer, "the tree")
-    second = answer(answerer, "the tree", first, "big dog sat")
-    assert chat(run, "the tree\n\nbig dog sat\n/new\nbig dog sat\n/quit\nthe mat\n", monkeypatch) == 0
-    assert capsys.readouterr().out.splitlines() == [first, second, answer(answerer, "big dog sat")]
-    assert len({first, second, answer(answerer, "big dog sat"), ""}) == 4
+    second = answer(answerer, "the tree", first, "the tree")
+    assert len({first, second, ""}) == 3
+    assert chat(run, "the tree\n\nthe tree\n/new\nthe tree\n/quit\nthe mat\n", monkeypatch) == 0
+    assert capsys.readouterr().out.splitlines() == [first, second, first]
     assert chat(run, "the tree", monkeypatch, "--temperature", "50") == 0
     assert capsys.readouterr().out.splitlines() != [first]
 
@@ -81,10 +83,10 @@ def test_chat_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         {"prompt": "red cat", "system": "not very big"},
         {"instruction": "red", "input": "cat"},
         {"messages": [{"role": "user", "content": "red cat"}, {"role": "assistant", "content": "the mat"}]},
-        {"conversations": [{"from": "human", "value": "red"}, {"from": "gpt", "value": "a"}, {"from": "human", "value": "cat"}]},
+        {"conversations": [{"from": who, "value": said} for who, said in SHARED]},
     ],
     ids=["prompt", "instruction", "messages", "sharegpt"],
-)  # fmt: skip
+)
 def test_predict_writes_the_greedy_answers(
     run: Path, answerer: Answerer, row: dict[str, object], tmp_path: Path
 ) -> None:
@@ -139,7 +141,8 @@ def test_a_gguf_adapter_is_exported(run: Path, tmp_path: Path, capsys: pytest.Ca
     out = tmp_path / "mine.gguf"
     assert main(["export", str(run), "--gguf", "--out", str(out)]) == 0
     names = {tensor.name for tensor in gguf.GGUFReader(out).tensors}
-    assert names == {f"blk.{layer}.attn_{role}.weight.lora_{side}" for layer in (0, 1) for role in "qv" for side in "ab"}
+    weights = [f"blk.{layer}.attn_{role}.weight" for layer in (0, 1) for role in "qv"]
+    assert names == {f"{weight}.lora_{side}" for weight in weights for side in "ab"}
     assert main(["export", str(run), "--gguf", "--out", str(tmp_path / "folder")]) == 2
     assert "expected the name of a file that ends in .gguf" in capsys.readouterr().err
 

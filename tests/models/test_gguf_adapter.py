@@ -11,7 +11,8 @@ import torch
 from causal_checkpoints import FAMILIES, save_causal
 from peft import PeftModel
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
+import gguf
 from tiny_gguf import save_gguf
 from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -19,12 +20,14 @@ from fedllm.common.errors import UserError
 from fedllm.models.gguf_adapter import ARCHITECTURES, save_gguf_adapter
 from fedllm.models.loading import load_backbone
 from fedllm.models.lora import attach_lora, trainable_names
+from fedllm.models.merged_files import merge
 from fedllm.models.settings import LoraSettings, ModelSettings
 from fedllm.tasks.heads import language_head, sequence_head
 
 LLAMA = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 # The layers of all eight, by their names in GGUF files.
 NAMES = {
@@ -87,8 +90,6 @@ def test_the_change_of_every_weight_is_that_of_the_merged_model(
     }  # fmt: skip
     found = changes(file)
     before = AutoModelForCausalLM.from_pretrained(name).state_dict()
-    from fedllm.models.merged_files import merge
-
     after = merge(model).state_dict()
     changed = {key for key, value in after.items() if not torch.equal(value, before[key])}
     expected = {}

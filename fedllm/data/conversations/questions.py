@@ -34,9 +34,8 @@ class Questions:
         Raises UserError that names the first row that has none.
         """
         if self.format == "messages":
-            return [
-                self._read(record, f"{chunk.source}, row {row}") for row, record in enumerate(chunk.records, chunk.first)
-            ]
+            numbered = enumerate(chunk.records, chunk.first)
+            return [self._read(record, f"{chunk.source}, row {row}") for row, record in numbered]
         texts = chunk.texts(self.column)
         return [self._asked(text, record) for text, record in zip(texts, chunk.records, strict=True)]
 
@@ -55,7 +54,7 @@ class Questions:
 
 
 def find_questions(settings: DataSettings, file: Path, names: Sequence[str], given: Sequence[str] | None) -> Questions:
-    """The prompts of a file with these columns: in the column `given`, in one that the settings name, or in a usual one.
+    """The prompts of a file with these columns: in the column `given`, one that the settings name, or a usual one.
 
     Raises UserError for a file that has none of them.
     """
