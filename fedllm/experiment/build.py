@@ -24,6 +24,7 @@ from fedllm.common.schema import nearest
 from fedllm.config.own_files import require_own_files
 from fedllm.config.recipe import FREE_KEYS, Recipe
 from fedllm.data.client_batches import ClientBatches
+from fedllm.data.conversations.templates import keep_template
 from fedllm.data.loading import Dataset
 from fedllm.data.partition_file import digest, get_partition
 from fedllm.data.tokenization import Tokens
@@ -165,6 +166,7 @@ def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone,
     seed = recipe.run.seed
     with stage(f"loading {recipe.model.name}", at_once=True):
         backbone = load_backbone(recipe.model, task.head, local_hub=recipe.run.local_hub, seed=seed)
+        keep_template(recipe.data.template, backbone.tokenizer)
         model = attach_lora(backbone, recipe.lora, seed=seed).to(machine.device)
     _check_length(recipe, backbone)
     return backbone, model

@@ -135,6 +135,16 @@ def test_gpt2_and_a_template_of_plain_text(tmp_path: Path, capsys: pytest.Captur
         torch.testing.assert_close(left["model"](torch.tensor([ids])).logits, wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_a_template_of_a_file_goes_with_the_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template = TEMPLATE.replace(" or ", " and ")
+    (tmp_path / "own.jinja").write_text(template)
+    folder = run_causal(tmp_path, "llama", f"data.template={tmp_path / 'own.jinja'}", "federation.rounds=1")
+    assert AutoTokenizer.from_pretrained(folder / "adapter").chat_template == template
+    left, _ = run_code(folder / "adapter", capsys)
+    assert left["inputs"]["input_ids"].tolist() == [asked(folder, "a question")]
+    assert str(tmp_path) not in (folder / "adapter" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("quantize", ["none", pytest.param("4bit", marks=pytest.mark.slow)])
 def test_a_base_that_is_a_gguf_file(
     quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
