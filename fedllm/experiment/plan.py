@@ -55,7 +55,7 @@ def plan_table(job: Job) -> Table:
         **_memory(job),
         "rows": _rows(job),
         "run folder": str(run_folder(recipe)),
-        **{f"note {number}": note for number, note in enumerate(job.dataset.notes, 1)},
+        **{f"note {number}": note for number, note in enumerate((*job.dataset.notes, *job.backbone.notes), 1)},
         **{f"warning {number}": text for number, text in enumerate(job.dataset.warnings, 1)},
         **_sample(job),
     }

@@ -104,7 +104,9 @@ def test_export_and_predict(run: RunResult, tiny: Path, tmp_path: Path, capsys: 
     assert main(["predict", str(run.folder), str(tiny / "validation.csv"), "--out", str(predictions)]) == 0
     assert len(predictions.read_text().splitlines()) == 41
     assert main(["export", str(run.folder), "--merge"]) == 2
-    assert "trained all weights, so there is no adapter to merge" in capsys.readouterr().err.replace("\n", " ")
+    assert "trained all weights, so there is no adapter; export it without --merge" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
 
 
 def test_a_folder_that_is_no_model_is_not_replaced(run: RunResult, tmp_path: Path) -> None:
