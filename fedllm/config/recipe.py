@@ -114,8 +114,9 @@ FREE_KEYS = frozenset(
 ) | {("data", "title")}
 # Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
 CHOSEN_KEYS = ("stacked_clients", "slices")
-# Settings whose "auto" a run replaces by its choice in its recipe.yaml; runs that chose differently are not comparable.
-DECIDED_KEYS = frozenset({("model", "head")})
+# Settings whose "auto" or null a run replaces by its choice in its recipe.yaml; runs that chose differently are not
+# comparable.
+DECIDED_KEYS = frozenset({("model", "head"), ("data", "image_size")})
 # Keys that recipe.yaml of an earlier version lacks, with the value that says what that version did.
 _LATER_KEYS = {
     ("model", "head"): "new",

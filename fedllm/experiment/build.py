@@ -29,11 +29,13 @@ from fedllm.data.client_batches import ClientBatches
 from fedllm.data.conversations.options import Options
 from fedllm.data.loading import Dataset
 from fedllm.data.partition_file import digest, get_partition
+from fedllm.data.pixels import Pixels
+from fedllm.data.samples import Samples
 from fedllm.data.tokenization import Tokens
 from fedllm.experiment.full_memory import FullNeed, full_pass_bytes, require_memory
 from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.memory_plan import choose_stacked_clients, pass_bytes
-from fedllm.experiment.recipe_data import grouped_by, read_data, settle_samples
+from fedllm.experiment.recipe_data import grouped_by, read_data, require_samples, settle_samples, template_digest
 from fedllm.federation.executor import Executor
 from fedllm.federation.info import round_info
 from fedllm.federation.setup import Setup
@@ -56,8 +58,8 @@ T = TypeVar("T")
 class Job:
     """A recipe and all objects built from it, ready for the first step.
 
-    recipe: with the model.head that was chosen, where it was "auto". options: those of the validation split's
-    multiple-choice questions, if it has any.
+    recipe: with the model.head that was chosen, where it was "auto", and the data.image_size, where it was null.
+    options: those of the validation split's multiple-choice questions, if it has any.
     """
 
     recipe: Recipe
@@ -67,7 +69,7 @@ class Job:
     backbone: Backbone
     model: PeftModel | PreTrainedModel
     parts: list[np.ndarray]
-    validation: Tokens
+    validation: Samples
     algorithm: Algorithm
     problem: LoraProblem | FullProblem
     info: RoundInfo
@@ -92,9 +94,11 @@ class Job:
 
     @cached_property
     def data(self) -> dict[str, str]:
-        """Digests of a result's inputs other than the recipe: training split, validation split and partition."""
+        """Digests of a result's inputs other than the recipe: training split, validation split, partition, and the
+        file of a chat template."""
         validation = self.dataset.validation.fingerprint()
-        return {"training": self.dataset.fingerprint, "validation": validation, "partition": digest(self.parts)}
+        found = {"training": self.dataset.fingerprint, "validation": validation, "partition": digest(self.parts)}
+        return found | template_digest(self.recipe)
 
     def weights_digest(self) -> str:
         """A digest of the weights that must be equal in all processes: frozen ones, or the start of trained ones."""
@@ -102,13 +106,16 @@ class Job:
         return found if self.recipe.lora is not None else found + start_digest(self.problem.initial())
 
     def base_digest(self) -> str:
-        """A digest of the base model, and of the tokens that its tokenizer makes of the data."""
+        """A digest of the base model, and of what it reads of the data: tokens, or images as they are normalised."""
         found = hashlib.sha256(self.weights_digest().encode())
         for tokens in (self.problem.samples, self.validation):
-            found.update(tokens.input_ids.cpu().numpy().tobytes())
-            found.update(tokens.offsets.cpu().numpy().tobytes())
-            if tokens.learned is not None:
-                found.update(tokens.learned.cpu().numpy().tobytes())
+            if isinstance(tokens, Tokens):
+                found.update(tokens.input_ids.cpu().numpy().tobytes())
+                found.update(tokens.offsets.cpu().numpy().tobytes())
+                if tokens.learned is not None:
+                    found.update(tokens.learned.cpu().numpy().tobytes())
+            elif isinstance(tokens, Pixels):
+                found.update(tokens.fingerprint())
         return found.hexdigest()
 
 
@@ -140,6 +147,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     require_own_files(recipe)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
         dataset = cache.get("dataset", _data_source(recipe), lambda: read_data(recipe, progress))
+    recipe = replace(recipe, data=replace(recipe.data, image_size=dataset.image_size))
     task = task_of(recipe.data, dataset.classes)
     _check_evaluation(recipe, task, dataset)
     parts = get_partition(recipe.partition, dataset)
@@ -149,7 +157,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
     tokens = _tokenize(recipe, dataset, task, backbone, cache)
     dataset, parts, train, validation = settle_samples(dataset, parts, tokens)
-    _check_left(parts, recipe)
+    require_samples(parts, recipe)
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs
     batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
@@ -209,14 +217,14 @@ def trainable(backbone: Backbone, recipe: Recipe, seed: int) -> PeftModel | PreT
     return attach_lora(backbone, recipe.lora, seed=seed)
 
 
-def _tokenize(recipe: Recipe, dataset: Dataset, task: Task, backbone: Backbone, cache: ReadCache) -> list[Tokens]:
-    """The tokens of the training and of the validation samples."""
+def _tokenize(recipe: Recipe, dataset: Dataset, task: Task, backbone: Backbone, cache: ReadCache) -> list[Samples]:
+    """The tokens, or images, of the training and of the validation samples."""
     splits, length = (dataset.train, dataset.validation), recipe.data.max_length
     with stage("tokenizing") as progress:
         return cache.get(
             "tokens",
             (*_data_source(recipe), recipe.model.name),
-            lambda: [task.encode(split, backbone.tokenizer, length, progress) for split in splits],
+            lambda: [task.encode(split, backbone.encoder, length, progress) for split in splits],
         )
 
 
@@ -259,7 +267,7 @@ def _engine_settings(recipe: Recipe, machine: Machine, backbone: Backbone) -> En
         slices=None if recipe.run.slices == "auto" else recipe.run.slices,
         pass_bytes=pass_bytes(machine.device),
         checkpointing=recipe.run.gradient_checkpointing,
-        pad_id=int(backbone.tokenizer.pad_token_id or 0),
+        pad_id=backbone.pad_id,
     )
 
 
@@ -267,7 +275,7 @@ def _full_settings(recipe: Recipe, machine: Machine, backbone: Backbone) -> Full
     return FullSettings(
         autocast=machine.autocast,
         pass_bytes=full_pass_bytes(machine.device),
-        pad_id=int(backbone.tokenizer.pad_token_id or 0),
+        pad_id=backbone.pad_id,
         stacked=recipe.run.stacked_clients not in ("auto", 1),
         local_buffers=recipe.model.norm == "local",
     )
@@ -309,14 +317,6 @@ def _check_parts(parts: list[np.ndarray], recipe: Recipe) -> None:
     for client, part in enumerate(parts):
         if len(part) == 0:
             raise UserError(f"{source}: client {client} has no samples; set partition.min_size to 1 or more")
-
-
-def _check_left(parts: list[np.ndarray], recipe: Recipe) -> None:
-    if empty := [client for client, part in enumerate(parts) if len(part) == 0]:
-        raise UserError(
-            f"data.too_long={recipe.data.too_long}: no sample of client {empty[0]} has a learned token within "
-            f"data.max_length={recipe.data.max_length} ({len(empty):,} of {len(parts):,} clients); raise it"
-        )
 
 
 def _check_length(recipe: Recipe, backbone: Backbone) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedllm.data.tokenization import Tokens
+from fedllm.data.samples import Samples
 from fedllm.experiment.build import Job
 from fedllm.federation.executor import Executor
 from fedllm.federation.state import FederationState
@@ -31,7 +31,7 @@ def choices_at(job: Job, x: Tensor, executor: Executor) -> dict[str, float]:
     return job.task.choose(outputs_at(job, x, job.options.tokens, executor), job.options)
 
 
-def outputs_at(job: Job, x: Tensor, tokens: Tokens, executor: Executor, buffers: Tensor | None = None) -> Tensor:
+def outputs_at(job: Job, x: Tensor, tokens: Samples, executor: Executor, buffers: Tensor | None = None) -> Tensor:
     """Outputs [n, L] of n samples at x [d], on the CPU and in every process.
 
     buffers [b]: the running statistics of batch norm; None for those of the model before training, if it has any.

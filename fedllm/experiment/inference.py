@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedllm.common.console import ProgressCallback
 from fedllm.common.tensors import shortest
 from fedllm.data.loading import Split
-from fedllm.data.tokenization import Tokens
+from fedllm.data.samples import Samples
 from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.recipe_data import without_left_out
 from fedllm.experiment.trained import TrainedRun
@@ -56,11 +56,11 @@ class Inference:
         self._cuts = 1
 
     @torch.no_grad()
-    def outputs(self, tokens: Tokens) -> Tensor:
+    def outputs(self, tokens: Samples) -> Tensor:
         """Outputs of the head [n, L], float32 on the CPU. Raises RunError where a sample alone does not fit."""
         lengths = tokens.lengths.numpy()
         device, autocast = self.machine.device, self.machine.autocast
-        reader = BatchReader(tokens, int(self.run.backbone.tokenizer.pad_token_id or 0))
+        reader = BatchReader(tokens, self.run.backbone.pad_id)
         precision = nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
 
         def outputs_of(index: Tensor) -> Tensor:
@@ -73,11 +73,11 @@ class Inference:
         found, self._cuts = evaluate(outputs_of, lengths, batches, self._cuts)
         return found
 
-    def tokens(self, split: Split, progress: ProgressCallback | None = None) -> Tokens:
+    def tokens(self, split: Split, progress: ProgressCallback | None = None) -> Samples:
         """The samples as the run's own samples were encoded, without those that the task left out."""
         recipe = self.run.recipe
-        tokens = self.run.task.encode(split, self.run.backbone.tokenizer, recipe.data.max_length, progress)
-        return without_left_out(tokens)
+        samples = self.run.task.encode(split, self.run.backbone.encoder, recipe.data.max_length, progress)
+        return without_left_out(samples)
 
     def predict(self, *texts: Sequence[str]) -> Predictions:
         """Predictions for n samples. texts: one column of n texts, or two if the run was trained on pairs."""

@@ -17,7 +17,9 @@ from fedllm.common.errors import cut_name
 from fedllm.common.hub import PACKAGE, is_hub_name
 from fedllm.config.recipe import Recipe
 from fedllm.data.known_datasets import KNOWN_DATASETS, text_columns
+from fedllm.data.known_images import KNOWN_IMAGES, reads_images
 from fedllm.data.tokenization import pair_separator
+from fedllm.experiment.image_card import image_loading
 from fedllm.experiment.records import versions
 from fedllm.models.loading import Backbone
 from fedllm.results.format import LOSS, outcome
@@ -89,11 +91,15 @@ def _metadata(recipe: Recipe, backbone: Backbone, task: Task, whole: bool) -> st
         values |= {"base_model": backbone.base_name, "base_model_relation": "finetune" if whole else "adapter"}
     if hub := _data_on_hub(recipe):
         values["datasets"] = [hub]
-    values["pipeline_tag"] = "text-classification"
+    values["pipeline_tag"] = _pipeline(recipe)
     values["metrics"] = list(dict.fromkeys(_HUB_METRICS.get(name, name) for name in task.metric_names))
     values["tags"] = [*(["lora"] if recipe.lora else []), "federated-learning", "fedllm", printable(algorithm)]
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return f"{text}{NO_LICENCE}\n"
+
+
+def _pipeline(recipe: Recipe) -> str:
+    return "image-classification" if reads_images(recipe.data) else "text-classification"
 
 
 def _is_on_hub(backbone: Backbone) -> bool:
@@ -105,7 +111,7 @@ def _data_on_hub(recipe: Recipe) -> str | None:
     name = recipe.data.name
     if name is None:
         return None
-    if known := KNOWN_DATASETS.get(name):
+    if known := KNOWN_DATASETS.get(name) or KNOWN_IMAGES.get(name):
         return known.hub[0]
     return "/".join(name.split("/")[:2]) if "/" in name and is_hub_name(name) else None
 
@@ -157,7 +163,7 @@ def _trained_values(recipe: Recipe, trained: TrainedOn) -> list[str]:
 
 
 def _task(task: Task, recipe: Recipe) -> str:
-    what = "a pair of texts" if _is_pair(recipe) else "a text"
+    what = "an image" if reads_images(recipe.data) else "a pair of texts" if _is_pair(recipe) else "a text"
     if not task.classes:
         return f"{task.describe()}: one number for {what}"
     names = ", ".join(f"`{_plain(cut_name(name))}`" for name in task.classes[:MOST_CLASSES])
@@ -181,7 +187,11 @@ def _partition(recipe: Recipe) -> str:
 def _local(recipe: Recipe) -> str:
     local = recipe.local
     amount = {"epochs": local.epochs or 1} if local.steps is None else {"steps": local.steps}
-    return f"{_settings(amount)}, batch size {local.batch_size}, max. {recipe.data.max_length} tokens per sample"
+    data = recipe.data
+    size = f"max. {data.max_length} tokens per sample"
+    if reads_images(data):
+        size = f"images of {data.image_size} x {data.image_size} pixels, augmentation {data.augment}"
+    return f"{_settings(amount)}, batch size {local.batch_size}, {size}"
 
 
 def _settings(values: Mapping[str, Any]) -> str:
@@ -216,6 +226,8 @@ def _number(value: float | None) -> str:
 
 def _loading(recipe: Recipe, backbone: Backbone, task: Task, whole: bool) -> str:
     """Python that loads the folder and answers for one sample."""
+    if reads_images(recipe.data):
+        return image_loading(backbone, task, whole)
     cut = f"truncation=True, max_length={recipe.data.max_length}"
     place = "this folder, or huggingface_hub.snapshot_download(its name on the Hub)"
     asked = '"a text"'

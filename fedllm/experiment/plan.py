@@ -8,6 +8,7 @@ from rich.table import Column, Table
 
 from fedllm.common.errors import cut_name
 from fedllm.data.conversations.sample_view import BEGIN, END, learned_share, marked_text
+from fedllm.data.tokenization import Tokens
 from fedllm.experiment.build import Job, run_folder
 from fedllm.experiment.client_samples import count_samples
 from fedllm.experiment.full_memory import FullNeed
@@ -56,6 +57,7 @@ def plan_table(job: Job) -> Table:
         "run folder": str(run_folder(recipe)),
         **{f"note {number}": note for number, note in enumerate(job.dataset.notes, 1)},
         **{f"warning {number}": text for number, text in enumerate(job.dataset.warnings, 1)},
+        **_sample(job),
     }
     table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
@@ -105,16 +107,22 @@ def _classes(job: Job) -> dict[str, str]:
 
 
 def _learned(job: Job) -> dict[str, str]:
-    """What a causal language model learns: how many tokens, and the first training sample with them marked."""
-    tokens = job.problem.samples.to("cpu")
-    if tokens.learned is None:
-        return {}
-    shown = f"the first sample, what is learned between {BEGIN} and {END}"
+    """How many tokens a causal language model learns."""
+    splits = {"training tokens": job.problem.samples, "validation tokens": job.validation}
     return {
-        "training tokens": learned_share(tokens),
-        "validation tokens": learned_share(job.validation),
-        shown: marked_text(tokens, 0, job.backbone.tokenizer),
+        name: learned_share(tokens.to("cpu"))
+        for name, tokens in splits.items()
+        if isinstance(tokens, Tokens) and tokens.learned is not None
     }
+
+
+def _sample(job: Job) -> dict[str, str]:
+    """The first training sample as a causal language model sees it."""
+    tokens = job.problem.samples
+    if not isinstance(tokens, Tokens) or tokens.learned is None:
+        return {}
+    shown = f"the first sample; what is learned stands between {BEGIN} and {END}"
+    return {shown: marked_text(tokens.to("cpu"), 0, job.backbone.tokenizer)}
 
 
 def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
@@ -128,17 +136,20 @@ def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
 
 
 def _rows(job: Job) -> str:
+    unit = "tokens" if job.backbone.images is None else "patches"
     if isinstance(job.problem, FullProblem):
         together = "clients share a pass" if job.problem.stacked else "a client's batch is a pass"
-        whole = "" if job.problem.buffers is not None else f", cut above {int(job.problem.pass_tokens):,} tokens"
+        whole = "" if job.problem.buffers is not None else f", cut above {int(job.problem.pass_tokens):,} {unit}"
         return f"one sample per row, {together}{whole}"
-    if job.problem.packed:
+    if job.backbone.images is not None:
+        rows = "one image per row"
+    elif job.problem.packed:
         rows = "several samples per row"
     else:
         rows = "one sample per row" if job.recipe.run.slices != "auto" else "one sample per row, as this model needs it"
     if job.recipe.run.gradient_checkpointing:
         rows += ", blocks computed again"
-    return f"{rows}, passes of {int(job.problem.pass_tokens):,} tokens unless a client alone has more"
+    return f"{rows}, passes of {int(job.problem.pass_tokens):,} {unit} unless a client alone has more"
 
 
 def _vectors(job: Job) -> str:

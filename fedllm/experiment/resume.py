@@ -102,7 +102,7 @@ def _changes(before: Mapping[str, Mapping[str, Any]], recipe: Recipe) -> _Change
         for old in [{**defaults[section], **before.get(section, {})}]
         for key in {*values, *old}
         if f"{section}.{key}" not in _FREE and section != "eval" and old.get(key) != values.get(key)
-        if not ((section, key) in DECIDED_KEYS and values.get(key) == "auto")
+        if not ((section, key) in DECIDED_KEYS and values.get(key) in ("auto", None))
     }
 
 
@@ -144,7 +144,8 @@ def check_data(job: Job, facts: RunFacts, folder: Path, moved: Sequence[str] = (
         )
     for name, before in facts.data.items():
         if data[name] != before:
-            what = "partition: its clients hold other samples" if name == "partition" else f"{name} split"
+            kinds = {"partition": "partition: its clients hold other samples", "template": "chat template"}
+            what = kinds.get(name, f"{name} split")
             raise UserError(
                 f"{folder}: the run began with another {what} (sha256 {before[:12]}, now {data[name][:12]}); "
                 f"put the data back as they were, or choose another run.dir"

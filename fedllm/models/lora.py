@@ -54,7 +54,7 @@ def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> Pef
     start_head(model, backbone, seed)
     names = [name for name, _ in model.named_modules()]
     config = LoraConfig(
-        task_type=TaskType(backbone.task_type),
+        task_type=None if backbone.task_type is None else TaskType(backbone.task_type),
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,

@@ -28,6 +28,10 @@ def test_the_recipes_are_all_here() -> None:
     families |= {"20news_minilm", "bbcnews_minilm"}
     single = {"quickstart", "qqp_fadamgc", "20news_fadamgc", "shakespeare_gpt2"}
     single |= {f"sst2_{name}" for name in ("fadamgc", "fedadamw", "localadam", "localadamw")}
+    images = ("cifar10", "cifar100", "tiny_imagenet")
+    families |= {f"{task}_{model}" for task in images for model in ("gc_resnet18", "pt_resnet18", "gc_cnn", "cnn")}
+    families |= {f"cifar100{alpha}_{model}" for alpha in ("", "_dir06") for model in ("resnet18", "vit_tiny", "cnn")}
+    single |= {"cifar100_swin", "tiny_imagenet_swin", "cifar100_vit_base", "cifar10_small"}
     single |= {f"instruct_{name}" for name in ("smollm2", "flowertune", "openfedllm")}
     assert {path.stem for path in RECIPES} == families | single
     everything = {path.parent.name for path in (REPO / "recipes").rglob("*.yaml")}

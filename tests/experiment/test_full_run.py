@@ -211,7 +211,7 @@ run: {{precision: float32, threads: 1, trackers: []}}
 
 
 def test_a_language_model_learns_from_random_weights(texts: Path, tmp_path: Path) -> None:
-    """Perplexity falls, the folder is a plain language model with the loss of the run, and answers are written."""
+    """Perplexity falls, the folder is a plain language model with the run's loss, and answers are written."""
     found = run_recipe(texts / "recipe.yaml", run_dir=tmp_path / "run")
     before, after = found.result["start"]["perplexity"], found.result["final"]["perplexity"]
     assert after < 0.7 * before

@@ -98,8 +98,7 @@ def chat(*contents: str, system: str | None = None) -> Conversation:
 def split_of(*conversations: Conversation) -> Split:
     """The conversations as a split whose rows in the file are 11, 12, ..."""
     count = len(conversations)
-    texts = [[conversation.prompt() for conversation in conversations]]
-    return Split(texts, np.zeros(count, np.int64), {}, np.arange(11, 11 + count), list(conversations))
+    return Split([], np.zeros(count, np.int64), {}, np.arange(11, 11 + count), list(conversations))
 
 
 def encode(tokenizer: Any, *conversations: Conversation, max_length: int = 512, **keys: Any) -> Tokens:

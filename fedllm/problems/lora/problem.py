@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fedllm.blocks import BlockPartition
 from fedllm.common.profiling import section
 from fedllm.data.client_batches import ClientBatches
-from fedllm.data.tokenization import Tokens, send
+from fedllm.data.samples import Samples
+from fedllm.data.tokenization import send
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.models.quantization import settle
 from fedllm.problems.lora.compatibility import IndependenceCheck
@@ -46,7 +47,7 @@ class LoraProblem(ModelProblem):
     def __init__(
         self,
         model: nn.Module,
-        tokens: Tokens,
+        tokens: Samples,
         batches: ClientBatches,
         losses: Losses,
         settings: EngineSettings,
@@ -79,7 +80,7 @@ class LoraProblem(ModelProblem):
         return self.model.space
 
     @property
-    def samples(self) -> Tokens:
+    def samples(self) -> Samples:
         return self.rows.tokens
 
     @property
@@ -143,7 +144,7 @@ class LoraProblem(ModelProblem):
 
     @torch.no_grad()
     def outputs(
-        self, x: Tensor, tokens: Tokens, part: int = 0, parts: int = 1, buffers: Tensor | None = None
+        self, x: Tensor, tokens: Samples, part: int = 0, parts: int = 1, buffers: Tensor | None = None
     ) -> Tensor:
         """Outputs of the head [n, L] (float32, CPU) for all samples at x [d], in large batches of similar lengths.
 

@@ -14,6 +14,7 @@ import pytest
 from fedllm.common.errors import UserError
 from fedllm.data.conversations.conversation import Conversation, Message
 from fedllm.data.conversations.formats import find_columns, read_conversations
+from fedllm.data.conversations.reading import read_conversation_file
 from fedllm.data.loading import load_dataset
 from fedllm.data.settings import DataSettings
 from fedllm.data.tables import Table
@@ -216,3 +217,16 @@ def test_messages_in_parquet_have_null_keys(tmp_path: Path) -> None:
     pa.parquet.write_table(pa.Table.from_pylist([{"messages": CHAT}]), tmp_path / "v.parquet")
     found = load_dataset(DataSettings(train=path, validation=str(tmp_path / "v.parquet"), task="causal_lm"))
     assert [said(each) for each in found.train.conversations] == [EXPECTED, EXPECTED]
+
+
+def test_a_file_to_evaluate_on_is_read_by_the_keys_of_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "more.csv"
+    path.write_text("ask,reply,tool\n007,NA,git\nb,c,tar\n")
+    settings = DataSettings(name="shell_commands", task="causal_lm", prompt="ask", response="reply")
+    split, notes = read_conversation_file(settings, path)
+    assert [said(each) for each in split.conversations] == [
+        [("user", "007"), ("assistant", "NA")],
+        [("user", "b"), ("assistant", "c")],
+    ]
+    assert split.columns == {"tool": ["git", "tar"]}
+    assert (len(split), split.rows.tolist(), notes) == (2, [1, 2], [])

@@ -55,7 +55,7 @@ def test_samples_with_the_same_prompt_stay_together(tmp_path: Path) -> None:
     ]
     assert not sides[0] & sides[1]
     assert len(sides[0] | sides[1]) == 20
-    assert any("60 of 80 rows repeat the text of another row" in note for note in found.notes)
+    assert any("60 of 80 rows repeat the prompt of another row" in note for note in found.notes)
 
 
 def test_limits_fingerprints_and_warnings(tmp_path: Path) -> None:
