@@ -166,10 +166,8 @@ def _trained_values(recipe: Recipe, backbone: Backbone, trained: TrainedOn) -> l
         norm = "" if recipe.model.norm == "average" else f"; batch norm: {recipe.model.norm}"
         return ["weights", f"all, {trained.dim:,} trained values{norm}"]
     adapter = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "targets": lora.targets}
-    return [
-        "adapter",
-        f"{_settings(adapter)}; {trained.dim:,} trained values{_with_head(backbone).replace('its', 'the')}",
-    ]
+    head = " with the head" if backbone.head else ""
+    return ["adapter", f"{_settings(adapter)}; {trained.dim:,} trained values{head}"]
 
 
 def _task(task: Task, recipe: Recipe) -> str:
