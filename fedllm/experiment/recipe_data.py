@@ -14,8 +14,9 @@ from fedllm.config.recipe import Recipe
 from fedllm.data.conversations.templates import is_template_file, read_template
 from fedllm.data.loading import Dataset, load_dataset
 from fedllm.data.partition_file import group_column
+from fedllm.data.pixels import Pixels
+from fedllm.data.samples import Samples
 from fedllm.data.settings import CAUSAL_LM
-from fedllm.data.tokenization import Tokens
 
 Parts = list[np.ndarray]
 
@@ -38,14 +39,16 @@ def template_digest(recipe: Recipe) -> dict[str, str]:
     return {"template": hashlib.sha256(read_template(name).encode()).hexdigest()}
 
 
-def without_left_out(tokens: Tokens) -> Tokens:
-    """The samples that the task did not leave out."""
-    return tokens if bool(tokens.sizes.all()) else tokens.take(tokens.sizes.nonzero()[:, 0])
+def without_left_out(tokens: Samples) -> Samples:
+    """The samples that the task did not leave out; of images all."""
+    if isinstance(tokens, Pixels) or bool(tokens.sizes.all()):
+        return tokens
+    return tokens.take(tokens.sizes.nonzero()[:, 0])
 
 
 def settle_samples(
-    dataset: Dataset, parts: Sequence[np.ndarray], tokens: Sequence[Tokens]
-) -> tuple[Dataset, Parts, Tokens, Tokens]:
+    dataset: Dataset, parts: Sequence[np.ndarray], tokens: Sequence[Samples]
+) -> tuple[Dataset, Parts, Samples, Samples]:
     """The data set, the clients' samples and the tokens of both splits, without the samples that the task left out.
 
     parts: each client's samples, indices into the training split. tokens: of the training and the validation split.

@@ -127,6 +127,8 @@ def run_result(job: Job, federation: FederationState, metrics: list[dict[str, An
     recipe, info, dim = job.recipe, job.info, job.problem.dim
     frozen, frozen_bytes = frozen_size(job.model, dim)
     memory = client_memory(job.algorithm, info, dim, frozen)
+    if job.problem.buffers is not None:
+        memory["running statistics"] = len(job.problem.buffers.initial)
     return {
         "status": "finished",
         "algorithm": recipe.algorithm["name"],

@@ -12,7 +12,7 @@ import yaml
 
 from fedllm.algorithms import canonical_name
 from fedllm.common.errors import UserError
-from fedllm.config.recipe import own_keys
+from fedllm.config.recipe import OPTIONAL, own_keys
 from fedllm.results.checks import older_start, require_agreement, require_totals
 from fedllm.results.data_digests import read_digests, with_digests
 from fedllm.results.format import COSTS, LOSS, Sections, is_number, outcome, totals
@@ -134,9 +134,11 @@ def _read_recipe(path: Path) -> Sections:
         recipe = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
         raise DamagedError(f"recipe.yaml is not YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(recipe, dict) or not all(isinstance(section, dict) for section in recipe.values()):
+    if not isinstance(recipe, dict) or not all(
+        isinstance(section, dict) or (name in OPTIONAL and section is None) for name, section in recipe.items()
+    ):
         raise DamagedError("recipe.yaml has no sections with keys and values; not a run folder, or damaged")
-    flat = {f"{section}.{key}": value for section, values in recipe.items() for key, value in values.items()}
+    flat = {f"{section}.{key}": value for section, values in recipe.items() for key, value in (values or {}).items()}
     checked(flat, RecipeKeys, "recipe.yaml", "not a run folder, or damaged")
     return {section: own_keys(section, values) for section, values in recipe.items()}
 

@@ -40,8 +40,8 @@ class CausalLM(Task):
     def describe(self) -> str:
         return "next tokens"
 
-    def encode(self, split: Split, tokenizer: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
-        return encode_conversations(split, tokenizer, self._settings, max_length, progress)
+    def encode(self, split: Split, encoder: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
+        return encode_conversations(split, encoder, self._settings, max_length, progress)
 
     def options(self, split: Split, tokenizer: Any, max_length: int) -> Options | None:
         return encode_options(split, tokenizer, self._settings, max_length)
