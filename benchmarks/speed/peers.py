@@ -7,13 +7,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
 
-from benchmarks.workload import LR, Plain, Work, mean, train_client
+from benchmarks.workload import LR, Plain, Work, mean, token_labels, train_client
 
 
 def loop(work: Work, plain: Plain) -> Tensor:
@@ -22,16 +23,21 @@ def loop(work: Work, plain: Plain) -> Tensor:
     return mean(train_client(plain, work.job, x, batches) for batches in work.batches)
 
 
+def _rows(work: Work, batches: list[Tensor]) -> list[dict[str, object]]:
+    """The samples of a client's batches: ids, and a class or the ids of the learned tokens, -100 elsewhere."""
+    tokens = work.job.problem.rows.tokens
+    found: list[dict[str, object]] = []
+    for i in torch.cat(batches).tolist():
+        ids = tokens.input_ids[tokens.offsets[i] : tokens.offsets[i + 1]].tolist()
+        learned = tokens.learned is not None
+        labels = token_labels(tokens, torch.tensor([i]))[0].tolist() if learned else int(tokens.targets[i])
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
 class _Rows(Dataset[dict[str, object]]):
     def __init__(self, work: Work, batches: list[Tensor]) -> None:
-        tokens = work.job.problem.rows.tokens
-        self._rows = [
-            {
-                "input_ids": tokens.input_ids[tokens.offsets[i] : tokens.offsets[i + 1]].tolist(),
-                "labels": int(tokens.targets[i]),
-            }
-            for i in torch.cat(batches).tolist()
-        ]
+        self._rows = _rows(work, batches)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -55,27 +61,59 @@ def trainer(work: Work, plain: Plain) -> Tensor:
     def client(batches: list[Tensor]) -> Tensor:
         plain.space.scatter(plain.model, x)
         with tempfile.TemporaryDirectory() as folder:
-            arguments = TrainingArguments(
-                output_dir=folder,
-                per_device_train_batch_size=len(batches[0]),
-                max_steps=len(batches),
-                learning_rate=LR,
-                weight_decay=job.algorithm.weight_decay,
-                lr_scheduler_type="constant",
-                max_grad_norm=0.0,
-                bf16=job.machine.autocast is torch.bfloat16,
-                use_cpu=job.machine.device.type == "cpu",
-                logging_strategy="no",
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-            )
+            arguments = TrainingArguments(folder, **_settings(work, batches))
             trainer = _InOrder(plain.model, arguments, data_collator=collate, train_dataset=_Rows(work, batches))
             trainer.remove_callback(PrinterCallback)
             trainer.train()
         return plain.space.gather(plain.model)
 
     return mean(client(batches) for batches in work.batches)
+
+
+def sft_trainer(work: Work, plain: Plain) -> Tensor:
+    """A new TRL SFTTrainer for each client, on one PEFT model that stays in memory, with TRL's default loss."""
+    from datasets import Dataset as Table
+    from trl import SFTConfig, SFTTrainer
+
+    job, x = work.job, work.job.problem.initial()
+
+    class InOrder(SFTTrainer):
+        """Does not shuffle, so that its batches are those of the other sides."""
+
+        def _get_train_sampler(self, *_: object) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    def client(batches: list[Tensor]) -> Tensor:
+        plain.space.scatter(plain.model, x)
+        with tempfile.TemporaryDirectory() as folder:
+            more = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+            arguments = SFTConfig(folder, **_settings(work, batches), **more)
+            table = Table.from_list(_rows(work, batches))
+            trainer = InOrder(plain.model, args=arguments, train_dataset=table, processing_class=job.backbone.tokenizer)
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        return plain.space.gather(plain.model)
+
+    return mean(client(batches) for batches in work.batches)
+
+
+def _settings(work: Work, batches: list[Tensor]) -> dict[str, Any]:
+    """What both trainers are told."""
+    job = work.job
+    return {
+        "per_device_train_batch_size": len(batches[0]),
+        "max_steps": len(batches),
+        "learning_rate": LR,
+        "weight_decay": job.algorithm.weight_decay,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "bf16": job.machine.autocast is torch.bfloat16,
+        "use_cpu": job.machine.device.type == "cpu",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
 
 
 @lru_cache(maxsize=1)

@@ -32,9 +32,16 @@ def add_commands(commands: Commands) -> None:
     what = "of a language model's answer at most; default: eval.new_tokens of the recipe"
     predict.add_argument("--new-tokens", type=int, metavar="N", help=what)
 
-    export = add_command(commands, "export", _export, "export the adapter of a run's newest checkpoint")
+    export = add_command(
+        commands,
+        "export",
+        _export,
+        "export the adapter of a run's newest checkpoint, or the model of a run that trained all weights",
+    )
     export.add_argument("run", type=Path, help="run folder, finished or not")
-    export.add_argument("--out", type=Path, help="folder; default <run>/adapter, <run>/adapter-round-N or <run>/merged")
+    export.add_argument(
+        "--out", type=Path, help="folder; default <run>/adapter (or model), <run>/adapter-round-N or <run>/merged"
+    )
     which = export.add_mutually_exclusive_group()
     which.add_argument("--round", type=int, metavar="N", help="the checkpoint of round N instead, if it is still there")
     which.add_argument("--best", action="store_true", help="that of the best round instead, if it is still there")
@@ -124,7 +131,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from fedllm.experiment.export_plan import plan_export
 
     which = {"round": arguments.round, "best": arguments.best}
-    plan_export(arguments.run, arguments.out, **which, merge=arguments.merge)  # before torch is loaded
+    plan = plan_export(arguments.run, arguments.out, **which, merge=arguments.merge)  # before torch is loaded
     with importing():
         from fedllm.experiment.export import export_adapter, export_gguf, export_merged
 
@@ -135,7 +142,7 @@ def _export(arguments: argparse.Namespace) -> int:
     elif arguments.merge:
         say(f"merged model written to {export_merged(arguments.run, arguments.out, **which)}")
     else:
-        say(f"adapter written to {export_adapter(arguments.run, arguments.out, **which)}")
+        say(f"{plan.kind} written to {export_adapter(arguments.run, arguments.out, **which)}")
     return 0
 
 

@@ -53,7 +53,9 @@ def add_commands(commands: Commands) -> None:
     )
     suite.add_argument("--task", action="append", default=[], help="of a table: this task only; may be repeated")
     suite.add_argument("--seeds", help="of a table: run.seed of every cell, such as 0,1,2; default: the recipes' own")
-    suite.add_argument("--small", action="store_true", help="of a table: MiniLM and a federation for two CPU cores")
+    suite.add_argument(
+        "--small", action="store_true", help="of a table: a small model and a federation for two CPU cores"
+    )
     suite.add_argument("--recipes", type=Path, default=Path("recipes"), help="folder of the recipes (default recipes)")
     suite.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs and the table (default runs)")
     suite.add_argument("--beside", type=Path, metavar="CSV", help="scores for a column of their own: a scores.csv")
@@ -129,7 +131,7 @@ def _table(arguments: argparse.Namespace) -> int:
         raise UserError(f"suite {arguments.name}: --beside is for one algorithm; the paper's numbers are in this table")
     plan = plan_table(
         arguments.name,
-        small_model(arguments.small, arguments.model),
+        small_model(TABLES[arguments.name], arguments.small, arguments.model),
         arguments.algorithm,
         arguments.task,
         parse_seeds(arguments.seeds) if arguments.seeds else (),

@@ -22,7 +22,8 @@ from fedllm.config.settings import (
     LocalSettings,
     RunSettings,
 )
-from fedllm.config.yaml_layers import KeyRules, read_layers
+from fedllm.config.trained_weights import misfit_of_weights
+from fedllm.config.yaml_layers import KeyRules, read_layers, require_keys_of_no_null
 from fedllm.data.settings import OF_CONVERSATIONS, DataSettings, PartitionSettings
 from fedllm.models.settings import LoraSettings, ModelSettings
 
@@ -31,14 +32,15 @@ from fedllm.models.settings import LoraSettings, ModelSettings
 class Recipe:
     """A resolved recipe.
 
-    algorithm: the section as given, defaults filled in; `load_algorithm` makes the object. notes: what the user should
-    know of how the layers were merged. folder: where the file of the recipe is; None for one that was made.
+    algorithm: the section as given, defaults filled in; `load_algorithm` makes the object. lora: None to train all
+    weights of the model. notes: what the user should know of how the layers were merged. folder: where the file of the
+    recipe is; None for one that was made.
     """
 
     name: str
     algorithm: dict[str, Any]
     model: ModelSettings
-    lora: LoraSettings
+    lora: LoraSettings | None
     data: DataSettings
     partition: PartitionSettings
     federation: FederationSettings
@@ -58,18 +60,24 @@ class Recipe:
         except UserError as error:
             raise UserError(f"federation.{error}, of {count} clients") from error
 
+    @property
+    def trained_folder(self) -> str:
+        """The folder of a run folder that holds what was trained."""
+        return "model" if self.lora is None else "adapter"
+
     def load_algorithm(self) -> Algorithm:
         """The algorithm object of the `algorithm:` section."""
         settings = {key: value for key, value in self.algorithm.items() if key != "name"}
         return load_algorithm(self.algorithm["name"], **settings)
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """Plain data, section by section, every default filled in."""
-        return {name: _plain(getattr(self, name)) for name in _SECTIONS}
+        """Plain data, section by section, every default filled in. A section that is null has no keys."""
+        return {name: _plain(getattr(self, name)) or {} for name in _SECTIONS}
 
     def yaml(self) -> str:
         """The resolved recipe as YAML that load_recipe reads back."""
-        return str(yaml.safe_dump(self.sections(), sort_keys=False, default_flow_style=None, width=100))
+        values = {name: keys or None for name, keys in self.sections().items()}
+        return str(yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100))
 
 
 SECTION_TYPES: dict[str, type] = {
@@ -85,6 +93,8 @@ SECTION_TYPES: dict[str, type] = {
 }
 # Other names that recipes, grids and overrides may give for a key. What fedllm writes has the key.
 ALIASES = {(section, alias): key for section, cls in SECTION_TYPES.items() for alias, key in key_aliases(cls).items()}
+# Sections that may be null.
+OPTIONAL = ("lora",)
 # Keys of which a recipe gives one: in a higher layer it takes the place of the other.
 RIVALS = {("local", "epochs"): "steps", ("local", "steps"): "epochs"}
 # Settings that change results by rounding at most. Runs that differ in them may be resumed and compared.
@@ -104,11 +114,13 @@ FREE_KEYS = frozenset(
 ) | {("data", "title")}
 # Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
 CHOSEN_KEYS = ("stacked_clients", "slices")
-# Settings whose "auto" a run replaces by its choice in its recipe.yaml; runs that chose differently are not comparable.
-DECIDED_KEYS = frozenset({("model", "head")})
+# Settings whose "auto" or null a run replaces by its choice in its recipe.yaml; runs that chose differently are not
+# comparable.
+DECIDED_KEYS = frozenset({("model", "head"), ("data", "image_size")})
 # Keys that recipe.yaml of an earlier version lacks, with the value that says what that version did.
 _LATER_KEYS = {
     ("model", "head"): "new",
+    ("model", "norm"): "average",
     ("costs", "seconds_per_step"): None,
     ("data", "task"): "classification",
     **{("data", key): None for key in OF_CONVERSATIONS},
@@ -128,6 +140,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     try:
         layers = read_layers(path, overrides, KeyRules(ALIASES, RIVALS))
+        require_keys_of_no_null(layers, OPTIONAL)
         values = layers.sections(KeyRules(ALIASES, RIVALS))
         return replace(_resolved(values, layers.choice(), path.stem, str(path)), folder=path.parent)
     except UserError as error:
@@ -150,7 +163,9 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
     table = values.get("algorithms", {})
     algorithm, notes = choice.resolve(table, where)
     sections: dict[str, Any] = {
-        section: build(cls, without_nulls(cls, values.get(section, {})), f"{where}: {section}.")
+        section: None
+        if section in values and values[section] is None
+        else build(cls, without_nulls(cls, values.get(section, {})), f"{where}: {section}.")
         for section, cls in SECTION_TYPES.items()
     }
     if sections["data"].name is None and sections["data"].train is None:
@@ -161,6 +176,8 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
     if table and not name.endswith(chosen):
         name += chosen
     recipe = Recipe(name=name, algorithm=_plain(algorithm), notes=notes, **sections)
+    if why := misfit_of_weights(recipe.lora is None, recipe.model, recipe.run):
+        raise UserError(f"{where}: {why}")
     if (count := recipe.partition.known_clients) is None:
         return recipe
     try:
@@ -176,13 +193,15 @@ def _check_sections(values: Mapping[str, Any], where: str) -> None:
             inside = [f"{name}.{section}" for name, cls in SECTION_TYPES.items() if section in keys(cls)]
             known = f" (did you mean '{inside[0]}'?)" if inside else nearest(str(section), [*_SECTIONS, "algorithms"])
             raise UserError(f"{where}: unknown section '{section}'{known}; known sections: {', '.join(_SECTIONS)}")
-        if not isinstance(values[section], Mapping):
+        if not isinstance(values[section], Mapping) and not (section in OPTIONAL and values[section] is None):
             raise UserError(f"{where}: {section}: found {values[section]!r}, expected keys and values")
 
 
-def own_keys(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def own_keys(section: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
     """The values of a section that any version wrote, under the keys of this version and with the stable name of the
-    algorithm."""
+    algorithm. A section that is null has no keys."""
+    if values is None:
+        return {}
     later = {key: value for (place, key), value in _LATER_KEYS.items() if place == section}
     own = later | {ALIASES.get((section, key), key): value for key, value in values.items()}
     if section == "algorithm" and isinstance(name := own.get("name"), str):

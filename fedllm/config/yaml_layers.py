@@ -102,6 +102,22 @@ def read_layers(path: Path, overrides: Sequence[str] = (), rules: KeyRules = NO_
     return Layers(_read(path, ()), layers, str(path))
 
 
+def require_keys_of_no_null(layers: Layers, sections: Sequence[str]) -> None:
+    """Raises UserError where an override sets a key of one of these sections, which is null below it."""
+    for section in sections:
+        null = False
+        for layer in layers.files:
+            null = layer[section] is None if section in layer else null
+        for layer in layers.overrides:
+            if null and isinstance(layer.get(section), Mapping):
+                key = next(iter(layer[section]), "")
+                raise UserError(
+                    f"{layers.where}: {section}.{key}: found {layer[section].get(key)!r}, but {section} is null here; "
+                    f"leave the override out, or give the section {section} in a recipe"
+                )
+            null = layer[section] is None if section in layer else null
+
+
 def _layer(section: str, name: str | None, value: Any) -> Sections:
     return {section: value if name is None else {name: value}}
 

@@ -1,4 +1,4 @@
-"""Loads a training and a validation split of labelled texts or conversations, by name or from the user's files."""
+"""Loads a training and a validation split of texts, conversations or images, by name or from the user's files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,18 @@ from fedllm.data.conversations.reading import (
     named_columns,
     read_conversation_splits,
 )
-from fedllm.data.conversations.templates import read_template
+from fedllm.data.conversations.templates import is_template_file, read_template
+from fedllm.data.image_files import image_splits, read_image_table
+from fedllm.data.image_reading import read_image_splits
 from fedllm.data.known_datasets import KNOWN_DATASETS, KnownDataset, label_column, text_columns
+from fedllm.data.known_images import (
+    KNOWN_IMAGES,
+    KnownImages,
+    check_image_settings,
+    image_columns,
+    known_images,
+    reads_images,
+)
 from fedllm.data.labels import Coding, learn_coding
 from fedllm.data.repeats import first_with_same_text
 from fedllm.data.review import review
@@ -34,6 +44,7 @@ if TYPE_CHECKING:
     from fedllm.data.settings import DataSettings
 
 Reader = Callable[[Path], Table]
+Known = KnownDataset | KnownImages
 Readers = dict[str, Callable[[], Table]]  # split name -> function that reads the split
 
 
@@ -55,6 +66,11 @@ class Dataset:
     warnings: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
 
+    @property
+    def image_size(self) -> int | None:
+        """The side of its images in pixels, None for texts."""
+        return None if self.train.images is None else int(self.train.images.shape[-1])
+
 
 def load_dataset(
     settings: DataSettings,
@@ -75,13 +91,16 @@ def load_dataset(
     Raises UserError that names the file or split and the wrong key, column, row or value.
     """
     _check(settings)
-    known = KNOWN_DATASETS.get(settings.name or "")
+    known: Known | None = known_images(settings) or KNOWN_DATASETS.get(settings.name or "")
     tables = _read_tables(settings, known, local_hub, progress)
     notes = [note for table in tables.values() for note in table.notes]
     coding, groups = Coding(()), tuple[str, ...]()
     if settings.task == CAUSAL_LM:
         splits, groups, told = read_conversation_splits(settings, tables, group_column)
         notes += told
+    elif reads_images(settings):
+        coding = _coding(settings, known, tables, image_columns(settings)[1])
+        splits = read_image_splits(settings, tables, coding, progress)
     else:
         splits, coding = _labelled_splits(settings, known, tables)
     seed = settings.holdout_seed
@@ -105,13 +124,17 @@ def load_dataset(
 
 
 def _read_tables(
-    settings: DataSettings, known: KnownDataset | None, local_hub: str | None, progress: ProgressCallback | None
+    settings: DataSettings, known: Known | None, local_hub: str | None, progress: ProgressCallback | None
 ) -> dict[str, Table]:
     """The tables of the "train" split and, unless it is held out of it, of the "validation" split."""
     text, label = text_columns(settings), label_column(settings)
     if settings.task == CAUSAL_LM:
         text, label = TEXT_COLUMNS + named_columns(settings), ""
-    readers = _pick_splits(settings, known, partial(read_table, text=text, label=label), local_hub)
+    reader: Reader = partial(read_table, text=text, label=label)
+    if reads_images(settings):
+        image, label = image_columns(settings)
+        reader = partial(read_image_table, image=image, label=label)
+    readers = _pick_splits(settings, known, reader, local_hub)
     tables: dict[str, Table] = {}
     for role, read in readers.items():
         if progress:
@@ -121,9 +144,10 @@ def _read_tables(
 
 
 def _labelled_splits(
-    settings: DataSettings, known: KnownDataset | None, tables: dict[str, Table]
+    settings: DataSettings, known: Known | None, tables: dict[str, Table]
 ) -> tuple[dict[str, Split], Coding]:
     text, label = text_columns(settings), label_column(settings)
+    assert not isinstance(known, KnownImages), "texts"
     strip = known.strip if known else None
     parts = known.parts if known and settings.strip is None else settings.strip or ()
     texts = {role: [table.texts(column) for column in text] for role, table in tables.items()}
@@ -137,8 +161,10 @@ def _split(table: Table, texts: list[list[str]], coding: Coding, text: Sequence[
     return Split(texts, coding.encode(table, label), table.without(*text, label), np.arange(1, len(table) + 1))
 
 
-def _coding(settings: DataSettings, known: KnownDataset | None, tables: dict[str, Table], label: str) -> Coding:
+def _coding(settings: DataSettings, known: Known | None, tables: dict[str, Table], label: str) -> Coding:
     declared = known.classes if known else tables["train"].classes.get(label)
+    if isinstance(known, KnownImages) and not known.classes:
+        declared = tables["train"].classes.get(label)
     if declared is None or settings.regression is not None:
         return learn_coding(tables["train"], label, settings.regression)
     for table in tables.values():
@@ -154,13 +180,14 @@ def _check(settings: DataSettings) -> None:
     label = label_column(settings)
     if not settings.name and not settings.train:
         raise UserError("data: expected `name` (a data set) or `train` (a file or folder), found neither")
+    check_image_settings(settings)
     if settings.text is not None and len(settings.text) not in (1, 2):
         raise UserError(f"data.text={settings.text}: expected one or two columns")
     if settings.task != CAUSAL_LM and settings.name in KNOWN_CONVERSATIONS:
         raise UserError(
             f"data.name={settings.name}: conversations, expected data.task={CAUSAL_LM}, found {settings.task}"
         )
-    if settings.task == CAUSAL_LM and str(settings.template).endswith(".jinja"):
+    if settings.task == CAUSAL_LM and is_template_file(str(settings.template)):
         read_template(str(settings.template))  # before a model is loaded
     if settings.task != CAUSAL_LM and settings.text and label in settings.text:
         raise UserError(f"data.text={settings.text}: '{label}' is the label column; expected columns of text")
@@ -187,7 +214,7 @@ def _check(settings: DataSettings) -> None:
 # Finding the splits
 
 
-def _pick_splits(settings: DataSettings, known: KnownDataset | None, read: Reader, local_hub: str | None) -> Readers:
+def _pick_splits(settings: DataSettings, known: Known | None, read: Reader, local_hub: str | None) -> Readers:
     """The functions that read the "train" split and, unless it is held out of it, the "validation" split."""
     if settings.name is None:
         paths = {"train": settings.train, "validation": settings.validation}
@@ -225,18 +252,20 @@ def _same_source(settings: DataSettings) -> UserError:
     )
 
 
-def _find_splits(name: str, known: KnownDataset | None, read: Reader, local_hub: str | None) -> Readers:
+def _find_splits(name: str, known: Known | None, read: Reader, local_hub: str | None) -> Readers:
     """The splits of a named data set: one per file in its folder, or else the folder or file itself as "train"."""
     if name in KNOWN_CONVERSATIONS:
         return KNOWN_CONVERSATIONS[name]
     path = hub.find_local("datasets", name, local_hub)
     if path is None:
         return _find_hub_splits(name, known, local_hub)
+    if isinstance(read, partial) and read.func is read_image_table and (folders := image_splits(path)):
+        return {split: partial(read, folder) for split, folder in folders.items()}
     files = sorted(file for file in path.glob("*") if file.suffix.lower() in READERS)
     return {file.stem: partial(read, file) for file in files} or {"train": partial(read, path)}
 
 
-def _find_hub_splits(name: str, known: KnownDataset | None, local_hub: str | None) -> Readers:
+def _find_hub_splits(name: str, known: Known | None, local_hub: str | None) -> Readers:
     """The splits of `owner/name` or `owner/name/config` in the Hugging Face cache, or else on the hub."""
     import datasets
 
@@ -246,7 +275,7 @@ def _find_hub_splits(name: str, known: KnownDataset | None, local_hub: str | Non
         found = datasets.load_dataset(*address)
     except Exception as error:  # the library raises many types; the user gets one error
         cause = str(error).partition("\n")[0] or type(error).__name__
-        near = nearest(name, [*KNOWN_DATASETS, *KNOWN_CONVERSATIONS])
+        near = nearest(name, [*KNOWN_DATASETS, *KNOWN_CONVERSATIONS, *KNOWN_IMAGES])
         raise hub.not_found("datasets", name, local_hub, cause + near) from error
 
     def read(split: str) -> Table:
@@ -254,18 +283,22 @@ def _find_hub_splits(name: str, known: KnownDataset | None, local_hub: str | Non
         classes = {
             key: tuple(kind.names) for key, kind in data.features.items() if isinstance(kind, datasets.ClassLabel)
         }
+        for key, kind in data.features.items():
+            if isinstance(kind, datasets.Image):
+                data = data.cast_column(key, datasets.Image(decode=False))
         return Table(f"{name}, split '{split}'", data.to_dict(), classes)
 
     return {split: partial(read, split) for split in found}
 
 
 def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split, list[str]]:
-    """Splits off a random `fraction` of the texts; returns the remaining rows, the held-out rows and notes.
+    """Splits off a random `fraction` of the samples; returns the remaining rows, the held-out rows and notes.
 
-    Rows with the same text, which may have different labels, are on the same side; they count as the first one. Per
-    class, at least one text remains, and at least one is held out if the class has two or more.
+    Rows with the same content (text, prompt or image), which may have different labels, are on the same side; they
+    count as the first one. Per class or group, at least one remains, and at least one is held out if there are two or
+    more.
     """
-    first = first_with_same_text(split.texts)
+    first = first_with_same_text(split.contents)
     distinct = first == np.arange(len(split))
     strata = split.labels if split.labels.dtype == np.int64 else np.zeros(len(split), np.int64)
     held = np.zeros(len(split), bool)
@@ -276,11 +309,13 @@ def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split, l
     if not held.any():
         group = "class" if split.conversations is None else "value of partition.column"
         raise UserError(
-            f"data.holdout={fraction}: found {len(split)} rows with one text per {group}, too few to hold any out; "
-            f"give data.validation"
+            f"data.holdout={fraction}: found {len(split)} rows with one {split.kind} per {group}, too few to hold any "
+            f"out; give data.validation"
         )
     held, repeats = held[first], int((~distinct).sum())
-    note = f"{repeats:,} of {len(split):,} rows repeat the text of another row; the hold-out keeps equal texts together"
+    kind = split.kind
+    note = f"{repeats:,} of {len(split):,} rows repeat the {kind} of another row; the hold-out keeps equal {kind}s "
+    note += "together"
     return split.take(np.flatnonzero(~held)), split.take(np.flatnonzero(held)), [note] if repeats else []
 
 

@@ -29,18 +29,19 @@ def review(train: Split, validation: Split, classes: Sequence[str]) -> list[str]
 
 def _repeated_texts(train: Split, validation: Split) -> list[str]:
     found = []
-    if shared := count_shared(validation.texts, train.texts):
-        what = "text" if train.conversations is None else "prompt"
+    what = train.kind
+    if shared := count_shared(validation.contents, train.contents):
         whole = "all" if shared == len(validation) else f"{shared:,} of"
+        article = "an" if what == "image" else "a"
         found.append(
-            f"{whole} {len(validation):,} validation samples have a {what} that the training split has too; "
+            f"{whole} {len(validation):,} validation samples have {article} {what} that the training split has too; "
             f"their scores do not show how the model does on new {what}s"
         )
     if train.conversations is not None:
         return found
-    texts = [[*ours, *theirs] for ours, theirs in zip(train.texts, validation.texts, strict=True)]
+    texts = [[*ours, *theirs] for ours, theirs in zip(train.contents, validation.contents, strict=True)]
     if relabelled := count_relabelled(texts, np.concatenate([train.labels, validation.labels])):
-        found.append(f"texts that have different labels in different rows: {relabelled:,}")
+        found.append(f"{what}s that have different labels in different rows: {relabelled:,}")
     return found
 
 

@@ -31,11 +31,12 @@ class DataSettings:
     """The data and the task: a known name, or your own files.
 
     With `task: causal_lm` the samples are conversations: `format` to `answer` are theirs alone, and `label`,
-    `regression` and `strip` those of samples with labels.
+    `regression` and `strip` those of samples with labels. `image`, `image_size` and `augment` are of images alone.
     """
 
-    task: Literal["classification", "causal_lm"] = setting(
-        "classification", "labels of whole texts (classes or numbers), or conversations that a causal model continues"
+    task: Literal["classification", "causal_lm", "image_classification"] = setting(
+        "classification",
+        "labels of whole texts (classes or numbers), conversations that a causal model continues, or classes of images",
     )
     title: str | None = setting(None, "the data set's name in reports, any text; does not change results")
     name: str | None = setting(None, "glue/<task>, 20newsgroups, a folder of text files, or package:<module>/<folder>")
@@ -46,6 +47,13 @@ class DataSettings:
     regression: bool | None = setting(None, "labels are numbers, not classes; null = where they are not all whole")
     strip: list[Literal["headers", "footers", "quotes"]] | None = setting(
         None, "parts removed from the messages of 20newsgroups; [] = none, null = all three"
+    )
+    image: str | None = setting(None, "column of the image of your own files, of data.task=image_classification")
+    image_size: int | None = setting(
+        None, "side in pixels of the square images that are kept; null = their own, where all are equal"
+    )
+    augment: Literal["none", "standard"] = setting(
+        "none", "standard = images of local steps are flipped and cropped at random, never those of an evaluation"
     )
     format: Literal["auto", "messages", "prompt_completion", "instruction", "text"] | None = setting(
         None, "of conversations; null = auto, by the columns' names"

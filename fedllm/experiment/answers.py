@@ -14,6 +14,7 @@ from torch import Tensor
 from fedllm.common.console import stage
 from fedllm.common.files import replace_text
 from fedllm.common.seeding import numpy_rng
+from fedllm.data.pixels import Pixels
 from fedllm.data.tokenization import Tokens
 from fedllm.experiment.build import Job
 from fedllm.experiment.generation import generate_answers
@@ -51,12 +52,12 @@ def write_answers(job: Job, x: Tensor, folder: Path) -> None:
 
     For a model that was released (see StackedModel). It has the values of x afterwards.
     """
-    settings, tokenizer = job.recipe.eval, job.backbone.tokenizer
-    if not settings.samples or job.validation.learned is None:
+    settings, tokenizer, samples = job.recipe.eval, job.backbone.tokenizer, job.validation
+    if not settings.samples or tokenizer is None or isinstance(samples, Pixels) or samples.learned is None:
         return
-    count = min(settings.samples, len(job.validation))
-    drawn = numpy_rng(job.recipe.run.seed, "answers").choice(len(job.validation), count, replace=False)
-    prompts = last_prompts(job.validation, sorted(drawn.tolist()))
+    count = min(settings.samples, len(samples))
+    drawn = numpy_rng(job.recipe.run.seed, "answers").choice(len(samples), count, replace=False)
+    prompts = last_prompts(samples, sorted(drawn.tolist()))
     given: dict[str, list[str]] = {}
     lower = job.machine.autocast is not None
     with stage("answering prompts"), torch.autocast(x.device.type, job.machine.autocast, lower):

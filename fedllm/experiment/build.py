@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
 
 from fedllm.algorithms import Algorithm
 from fedllm.algorithms.base import RoundInfo
@@ -24,20 +26,27 @@ from fedllm.common.schema import nearest
 from fedllm.config.own_files import require_own_files
 from fedllm.config.recipe import FREE_KEYS, Recipe
 from fedllm.data.client_batches import ClientBatches
+from fedllm.data.conversations.options import Options
 from fedllm.data.conversations.templates import keep_template
 from fedllm.data.loading import Dataset
 from fedllm.data.partition_file import digest, get_partition
+from fedllm.data.pixels import Pixels
+from fedllm.data.samples import Samples
 from fedllm.data.tokenization import Tokens
+from fedllm.experiment.full_memory import FullNeed, full_pass_bytes, require_memory
 from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.memory_plan import choose_stacked_clients, pass_bytes
-from fedllm.experiment.recipe_data import grouped_by, read_data, settle_samples
+from fedllm.experiment.recipe_data import grouped_by, read_data, require_samples, settle_samples, template_digest
 from fedllm.federation.executor import Executor
 from fedllm.federation.info import round_info
 from fedllm.federation.setup import Setup
+from fedllm.models.all_weights import start_digest, train_all
 from fedllm.models.fingerprint import fingerprint
 from fedllm.models.loading import Backbone, load_backbone
 from fedllm.models.lora import attach_lora
 from fedllm.problems import checks
+from fedllm.problems.full.problem import FullProblem
+from fedllm.problems.full.settings import FullSettings
 from fedllm.problems.lora.engine_settings import EngineSettings
 from fedllm.problems.lora.problem import LoraProblem
 from fedllm.tasks.base import LOSS, Task
@@ -50,7 +59,8 @@ T = TypeVar("T")
 class Job:
     """A recipe and all objects built from it, ready for the first step.
 
-    recipe: with the model.head that was chosen, where it was "auto".
+    recipe: with the model.head that was chosen, where it was "auto", and the data.image_size, where it was null.
+    options: those of the validation split's multiple-choice questions, if it has any.
     """
 
     recipe: Recipe
@@ -58,13 +68,14 @@ class Job:
     dataset: Dataset
     task: Task
     backbone: Backbone
-    model: PeftModel
+    model: PeftModel | PreTrainedModel
     parts: list[np.ndarray]
-    validation: Tokens
+    validation: Samples
     algorithm: Algorithm
-    problem: LoraProblem
+    problem: LoraProblem | FullProblem
     info: RoundInfo
     stacked_clients: int
+    options: Options | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -84,18 +95,28 @@ class Job:
 
     @cached_property
     def data(self) -> dict[str, str]:
-        """Digests of a result's inputs other than the recipe: training split, validation split and partition."""
+        """Digests of a result's inputs other than the recipe: training split, validation split, partition, and the
+        file of a chat template."""
         validation = self.dataset.validation.fingerprint()
-        return {"training": self.dataset.fingerprint, "validation": validation, "partition": digest(self.parts)}
+        found = {"training": self.dataset.fingerprint, "validation": validation, "partition": digest(self.parts)}
+        return found | template_digest(self.recipe)
+
+    def weights_digest(self) -> str:
+        """A digest of the weights that must be equal in all processes: frozen ones, or the start of trained ones."""
+        found = fingerprint(self.model)
+        return found if self.recipe.lora is not None else found + start_digest(self.problem.initial())
 
     def base_digest(self) -> str:
-        """A digest of the frozen model, and of the tokens that its tokenizer makes of the data."""
-        found = hashlib.sha256(fingerprint(self.model).encode())
-        for tokens in (self.problem.rows.tokens, self.validation):
-            found.update(tokens.input_ids.cpu().numpy().tobytes())
-            found.update(tokens.offsets.cpu().numpy().tobytes())
-            if tokens.learned is not None:
-                found.update(tokens.learned.cpu().numpy().tobytes())
+        """A digest of the base model, and of what it reads of the data: tokens, or images as they are normalised."""
+        found = hashlib.sha256(self.weights_digest().encode())
+        for tokens in (self.problem.samples, self.validation):
+            if isinstance(tokens, Tokens):
+                found.update(tokens.input_ids.cpu().numpy().tobytes())
+                found.update(tokens.offsets.cpu().numpy().tobytes())
+                if tokens.learned is not None:
+                    found.update(tokens.learned.cpu().numpy().tobytes())
+            elif isinstance(tokens, Pixels):
+                found.update(tokens.fingerprint())
         return found.hexdigest()
 
 
@@ -127,6 +148,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     require_own_files(recipe)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
         dataset = cache.get("dataset", _data_source(recipe), lambda: read_data(recipe, progress))
+    recipe = replace(recipe, data=replace(recipe.data, image_size=dataset.image_size))
     task = task_of(recipe.data, dataset.classes)
     _check_evaluation(recipe, task, dataset)
     parts = get_partition(recipe.partition, dataset)
@@ -136,18 +158,17 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
     recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
     tokens = _tokenize(recipe, dataset, task, backbone, cache)
     dataset, parts, train, validation = settle_samples(dataset, parts, tokens)
-    _check_left(parts, recipe)
+    require_samples(parts, recipe)
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs
     batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
-    problem = LoraProblem(
-        model,
-        train,
-        batches,
-        task.losses,
-        _engine_settings(recipe, machine, backbone),
-        _blocks(model, algorithm, recipe, machine),
-    )
+    blocks = _blocks(model, algorithm, recipe, machine)
+    given = (model, train, batches, task.losses)
+    problem: LoraProblem | FullProblem
+    if recipe.lora is None:
+        problem = FullProblem(*given, _full_settings(recipe, machine, backbone), blocks)
+    else:
+        problem = LoraProblem(*given, _engine_settings(recipe, machine, backbone), blocks)
     assert recipe.federation.clients_per_round is not None
     info = round_info(
         algorithm,
@@ -157,29 +178,55 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1)
         tracked=recipe.federation.tracked_per_round,
         local_steps=max(batches.steps(client) for client in range(len(parts))),
     )
-    stacked = choose_stacked_clients(recipe.run.stacked_clients, algorithm, problem, info, machine.device)
-    return Job(recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked)
+    stacked = _stacked_clients(recipe, algorithm, problem, info, machine)
+    options = task.options(dataset.validation, backbone.tokenizer, recipe.data.max_length)
+    return Job(
+        recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked, options
+    )
 
 
-def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone, PeftModel]:
-    """The frozen base with the task's head, and the same model with its adapter on the machine's device."""
+def _stacked_clients(
+    recipe: Recipe, algorithm: Algorithm, problem: LoraProblem | FullProblem, info: RoundInfo, machine: Machine
+) -> int:
+    """How many clients are trained together: with all weights one, unless the recipe says more.
+
+    Raises UserError where training all weights does not fit into memory.
+    """
+    wanted = recipe.run.stacked_clients
+    if isinstance(problem, LoraProblem):
+        return choose_stacked_clients(wanted, algorithm, problem, info, machine.device)
+    together = 1 if wanted == "auto" else min(wanted, info.sampled)
+    require_memory(FullNeed.of(algorithm, problem, info, together), machine.device, recipe.algorithm["name"])
+    return together
+
+
+def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone, PeftModel | PreTrainedModel]:
+    """The base with the task's head, and the same model on the machine's device, ready for training."""
     seed = recipe.run.seed
     with stage(f"loading {recipe.model.name}", at_once=True):
         backbone = load_backbone(recipe.model, task.head, local_hub=recipe.run.local_hub, seed=seed)
         keep_template(recipe.data.template, backbone.tokenizer)
-        model = attach_lora(backbone, recipe.lora, seed=seed).to(machine.device)
+        model = trainable(backbone, recipe, seed)
+        nn.Module.to(model, machine.device)
     _check_length(recipe, backbone)
     return backbone, model
 
 
-def _tokenize(recipe: Recipe, dataset: Dataset, task: Task, backbone: Backbone, cache: ReadCache) -> list[Tokens]:
-    """The tokens of the training and of the validation samples."""
+def trainable(backbone: Backbone, recipe: Recipe, seed: int) -> PeftModel | PreTrainedModel:
+    """The backbone's model with the recipe's adapters, or with all weights trainable."""
+    if recipe.lora is None:
+        return train_all(backbone, recipe.model, seed=seed)
+    return attach_lora(backbone, recipe.lora, seed=seed)
+
+
+def _tokenize(recipe: Recipe, dataset: Dataset, task: Task, backbone: Backbone, cache: ReadCache) -> list[Samples]:
+    """The tokens, or images, of the training and of the validation samples."""
     splits, length = (dataset.train, dataset.validation), recipe.data.max_length
     with stage("tokenizing") as progress:
         return cache.get(
             "tokens",
             (*_data_source(recipe), recipe.model.name),
-            lambda: [task.encode(split, backbone.tokenizer, length, progress) for split in splits],
+            lambda: [task.encode(split, backbone.encoder, length, progress) for split in splits],
         )
 
 
@@ -195,7 +242,7 @@ def build_together(recipe: Recipe, cache: ReadCache | None, executor: Executor) 
         job = assemble(recipe, cache, executor.size)
         if executor.size == 1:
             return job, {}
-        return job, job.data | {"base model": fingerprint(job.model), "recipe": _digest(recipe)}
+        return job, job.data | {"base model": job.weights_digest(), "recipe": _digest(recipe)}
 
     job, digests = executor.together(work, lambda rank: "preparing the run")
     for rank, found in enumerate(digests):
@@ -222,11 +269,21 @@ def _engine_settings(recipe: Recipe, machine: Machine, backbone: Backbone) -> En
         slices=None if recipe.run.slices == "auto" else recipe.run.slices,
         pass_bytes=pass_bytes(machine.device),
         checkpointing=recipe.run.gradient_checkpointing,
-        pad_id=int(backbone.tokenizer.pad_token_id or 0),
+        pad_id=backbone.pad_id,
     )
 
 
-def _blocks(model: PeftModel, algorithm: Algorithm, recipe: Recipe, machine: Machine) -> Any:
+def _full_settings(recipe: Recipe, machine: Machine, backbone: Backbone) -> FullSettings:
+    return FullSettings(
+        autocast=machine.autocast,
+        pass_bytes=full_pass_bytes(machine.device),
+        pad_id=backbone.pad_id,
+        stacked=recipe.run.stacked_clients not in ("auto", 1),
+        local_buffers=recipe.model.norm == "local",
+    )
+
+
+def _blocks(model: PeftModel | PreTrainedModel, algorithm: Algorithm, recipe: Recipe, machine: Machine) -> Any:
     """The block partition, for algorithms that send block means."""
     if not algorithm.needs_blocks():
         return None
@@ -262,14 +319,6 @@ def _check_parts(parts: list[np.ndarray], recipe: Recipe) -> None:
     for client, part in enumerate(parts):
         if len(part) == 0:
             raise UserError(f"{source}: client {client} has no samples; set partition.min_size to 1 or more")
-
-
-def _check_left(parts: list[np.ndarray], recipe: Recipe) -> None:
-    if empty := [client for client, part in enumerate(parts) if len(part) == 0]:
-        raise UserError(
-            f"data.too_long={recipe.data.too_long}: no sample of client {empty[0]} has a learned token within "
-            f"data.max_length={recipe.data.max_length} ({len(empty):,} of {len(parts):,} clients); raise it"
-        )
 
 
 def _check_length(recipe: Recipe, backbone: Backbone) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints: safetensors and JSON files with digests, in a folder that is written under a temporary name and renamed.
 
 checkpoints/000010/manifest.json                 round, facts of the run, sha256 of every other file
-                   server.safetensors            x and the server's vectors
+                   server.safetensors            x, the server's vectors, and buffers where the problem has them
                    clients/7.safetensors         one client's vectors; a hard link of ClientFiles' own file
                    metrics.jsonl                 the metrics up to this round
 """
@@ -26,6 +26,7 @@ from fedllm.common.files import digest, link, sync, write_tensors, write_text
 from fedllm.common.tensors import State
 from fedllm.experiment.run_facts import RunFacts
 from fedllm.federation.client_states import VectorFile
+from fedllm.federation.setup import BUFFERS
 
 if TYPE_CHECKING:
     from fedllm.federation.state import FederationState
@@ -37,7 +38,7 @@ _THREADS = 16  # files read or flushed at once; most of the time is disk latency
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of a checkpoint. clients: the clients' files."""
+    """The content of a checkpoint. clients: the clients' files. buffers [b]: None for a problem without them."""
 
     round: int
     x: Tensor
@@ -45,10 +46,14 @@ class Snapshot:
     clients: dict[int, VectorFile]
     metrics: list[dict[str, Any]]
     facts: RunFacts
+    buffers: Tensor | None = None
 
     def restore(self, federation: FederationState) -> None:
         """Copies the snapshot's state into a new federation. Raises UserError if it does not fit."""
-        for name, ours, theirs in [("x", federation.x, self.x), *_pairs(federation.server, self.server)]:
+        pairs = [("x", federation.x, self.x), *_pairs(federation.server, self.server)]
+        if federation.buffers is not None:
+            pairs.append((BUFFERS, federation.buffers, self.buffers))
+        for name, ours, theirs in pairs:
             if theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
                 found = "nothing" if theirs is None else f"{list(theirs.shape)} {theirs.dtype}"
                 raise UserError(
@@ -59,6 +64,7 @@ class Snapshot:
         federation.round = self.round
         federation.x = self.x.to(device)
         federation.server = {name: value.to(device) for name, value in self.server.items()}
+        federation.buffers = None if self.buffers is None else self.buffers.to(device)
         federation.clients.commit(self.clients)
 
 
@@ -136,6 +142,8 @@ class Checkpoints:
     ) -> dict[str, str]:
         """Writes all files but the manifest; returns their digests by relative path."""
         server = {"x": federation.x, **{f"server/{name}": value for name, value in federation.server.items()}}
+        if federation.buffers is not None:
+            server[BUFFERS] = federation.buffers
         files = {_SERVER: write_tensors(aside / _SERVER, server)}
         text = "".join(json.dumps(line) + "\n" for line in metrics)
         files[_METRICS] = write_text(aside / _METRICS, text)
@@ -173,9 +181,8 @@ def _load(folder: Path) -> Snapshot:
         int(Path(name).stem): VectorFile(folder / name, files[name]) for name in files if name.startswith("clients/")
     }
     metrics = [json.loads(line) for line in (folder / _METRICS).read_text().splitlines()]
-    return Snapshot(
-        int(manifest["round"]), tensors["x"], server, clients, metrics, RunFacts.from_json(manifest["facts"])
-    )
+    facts, buffers = RunFacts.from_json(manifest["facts"]), tensors.get(BUFFERS)
+    return Snapshot(int(manifest["round"]), tensors["x"], server, clients, metrics, facts, buffers)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

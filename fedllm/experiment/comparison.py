@@ -10,14 +10,14 @@ import numpy as np
 from torch import Tensor
 
 from fedllm.experiment.build import Job
-from fedllm.experiment.evaluation import outputs_at
+from fedllm.experiment.evaluation import choices_at, outputs_at
 from fedllm.federation.executor import Executor
 
 Scores = dict[str, float | None]
 
 
-def compare(job: Job, x: Tensor, executor: Executor) -> dict[str, Any]:
-    """The entries of result.json that `eval.start` and `eval.by` ask for; x [d]: the trained model.
+def compare(job: Job, x: Tensor, executor: Executor, buffers: Tensor | None = None) -> dict[str, Any]:
+    """The entries of result.json that `eval.start` and `eval.by` ask for; x [d], buffers [b]: the trained model.
 
     start: the scores before round 1. by: the column, and of each of its values the number of validation samples, the
     final scores and, with eval.start, those before round 1.
@@ -25,11 +25,12 @@ def compare(job: Job, x: Tensor, executor: Executor) -> dict[str, Any]:
     settings = job.recipe.eval
     if not settings.start and settings.by is None:
         return {}
-    outputs = {"final": outputs_at(job, x, executor)} if settings.by is not None else {}
+    outputs = {"final": outputs_at(job, x, job.validation, executor, buffers)} if settings.by is not None else {}
     found: dict[str, Any] = {}
     if settings.start:
-        outputs["start"] = outputs_at(job, job.problem.initial(), executor)
-        found["start"] = _scores(job, outputs["start"])
+        before = job.problem.initial()
+        outputs["start"] = outputs_at(job, before, job.validation, executor)
+        found["start"] = _scores(job, outputs["start"]) | choices_at(job, before, executor)
     if settings.by is not None:
         column = job.dataset.validation.columns[settings.by]
         found["by"] = {"column": settings.by, "values": _by_value(job, column, outputs)}

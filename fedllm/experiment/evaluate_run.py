@@ -14,9 +14,11 @@ from rich.table import Column, Table
 from fedllm.common.console import say_all, stage
 from fedllm.common.errors import UserError
 from fedllm.config.own_files import require_own_files
+from fedllm.data.conversations.reading import read_conversation_file
 from fedllm.data.known_datasets import label_column
 from fedllm.data.labels import encode_as
 from fedllm.data.loading import Split
+from fedllm.data.settings import CAUSAL_LM
 from fedllm.data.table_paths import require_table
 from fedllm.data.tables import read_table
 from fedllm.experiment.inference import Inference
@@ -107,6 +109,13 @@ def _own_split(run: TrainedRun) -> tuple[Split, tuple[str, ...]]:
 def _read_split(
     run: TrainedRun, file: Path, text: Sequence[str] | None, label: str | None
 ) -> tuple[Split, tuple[str, ...]]:
+    if run.recipe.data.task == CAUSAL_LM:
+        if text or label:
+            raise UserError(
+                "--text and --label: the run learned conversations, whose columns its recipe names; leave out"
+            )
+        split, told = read_conversation_file(run.recipe.data, file)
+        return split, tuple(told)
     columns = text_columns(run.recipe, text)
     label = label or label_column(run.recipe.data)
     if label in columns:

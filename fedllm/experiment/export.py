@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from peft import PeftModel
+
 from fedllm.experiment.export_plan import plan_export
 from fedllm.experiment.trained import load_trained
-from fedllm.models.adapter_files import save_adapter
+from fedllm.experiment.trained_files import save_trained
 from fedllm.models.gguf_adapter import SUFFIX, require_gguf, save_gguf_adapter
 from fedllm.models.merged_files import require_free, save_merged
 
@@ -16,13 +18,14 @@ def export_adapter(
 ) -> Path:
     """Writes the adapter of a run's newest intact checkpoint to `out`, and returns its folder.
 
+    Of a run that trained all weights it writes the model, as a folder of transformers, by default to <run>/model.
     round: a round whose checkpoint is still there, instead of the newest. best: the round with the best headline score.
     out: by default <run>/adapter, or <run>/adapter-round-N for a given round. An adapter there is replaced.
     It loads the base model; it needs no data. Raises UserError if `folder` is not a run with such a checkpoint.
     """
     plan = plan_export(folder, out, round, best=best)
     run = load_trained(folder, plan.round)
-    return save_adapter(run.model, plan.out, run.backbone.base_name, run.backbone.tokenizer, run.card())
+    return save_trained(run.recipe, run.model, plan.out, run.backbone, run.card())
 
 
 def export_merged(
@@ -36,6 +39,7 @@ def export_merged(
     plan = plan_export(folder, out, round, best=best, merge=True)
     require_free(plan.out)
     run = load_trained(folder, plan.round)
+    assert isinstance(run.model, PeftModel), "plan_export refuses runs without adapters"
     card = run.card(merged=True)
     return save_merged(run.model, plan.out, run.backbone.tokenizer, card)
 

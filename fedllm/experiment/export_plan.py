@@ -13,10 +13,11 @@ from fedllm.results.reader import load_run
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """round: None for the newest intact checkpoint. out: the folder to write."""
+    """round: None for the newest intact checkpoint. out: the folder to write. kind: adapter, model or merged."""
 
     round: int | None
     out: Path
+    kind: str
 
 
 def plan_export(
@@ -32,17 +33,22 @@ def plan_export(
     if round is not None and best:
         raise UserError(f"--round={round} and --best: found both, expected one of them")
     require_rounds(folder, round)
-    if merge and (quantize := load_recipe(folder / "recipe.yaml").model.quantize) != "none":
+    recipe = load_recipe(folder / "recipe.yaml")
+    if merge and recipe.lora is None:
+        raise UserError(
+            f"--merge: {folder} trained all weights, so there is no adapter to merge; export the model without --merge"
+        )
+    if merge and (quantize := recipe.model.quantize) != "none":
         raise UserError(
             f"--merge: {folder} was trained on a base with model.quantize={quantize}, whose weights cannot take up an "
             f"adapter; export it without --merge, and load it on the quantised base"
         )
     if best:
         round = _best_round(folder)
+    kind = "merged" if merge else recipe.trained_folder
     if out is None:
-        kind = "merged" if merge else "adapter"
         out = folder / (kind if round is None else f"{kind}-round-{round}")
-    return ExportPlan(round, Path(out).expanduser())
+    return ExportPlan(round, Path(out).expanduser(), kind)
 
 
 def _best_round(folder: Path) -> int:

@@ -45,8 +45,8 @@ def stream_answer(
 ) -> str:
     """The answer to one prompt, which `write` gets piece by piece while it comes; see generate_answers.
 
-    temperature: 0 for the likeliest token each time, else tokens are drawn from softmax(logits / temperature), from
-    torch's global random state.
+    temperature: 0 for the likeliest token each time; else tokens are drawn with the model's probabilities to the power
+    1 / temperature, from torch's global random state.
     """
     ((_, room),) = _batches([prompt_ids], new_tokens, _positions(model))
     (ids,) = _generate(model, tokenizer, [prompt_ids], room, temperature, _Pieces(tokenizer, write))

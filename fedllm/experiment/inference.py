@@ -9,19 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedllm.common.console import ProgressCallback
 from fedllm.common.tensors import shortest
 from fedllm.data.loading import Split
-from fedllm.data.tokenization import Tokens, send
+from fedllm.data.samples import Samples
 from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.recipe_data import without_left_out
 from fedllm.experiment.trained import TrainedRun
 from fedllm.models.quantization import lower, settle
+from fedllm.problems.full.batch_reader import BatchReader
 from fedllm.problems.lora.evaluation_batches import evaluate, evaluation_batches
-from fedllm.problems.lora.learned_tokens import LearnedTokens
-from fedllm.problems.lora.readout import readout_of
 
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # of a batch, with padding; halved where memory gives out
 
@@ -54,7 +53,7 @@ class Inference:
         self.machine = _machine(run)
         settle(run.model.eval(), self.machine.autocast)
         lower(run.model, self.machine.autocast)
-        run.model.to(self.machine.device)
+        nn.Module.to(run.model, self.machine.device)
         self._cuts = 1
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -63,32 +62,30 @@ class Inference:
         return nullcontext() if autocast is None else torch.autocast(self.machine.device.type, dtype=autocast)
 
     @torch.no_grad()
-    def outputs(self, tokens: Tokens) -> Tensor:
-        """Outputs [n, L] of the head, or sums over the learned tokens of a sample (see Readout), float32 on the CPU.
+    def outputs(self, tokens: Samples) -> Tensor:
+        """Outputs [n, L] of the task (see Task.losses), float32 on the CPU.
 
         Raises RunError where a sample alone does not fit.
         """
         lengths = tokens.lengths.numpy()
         device = self.machine.device
-        pad_id = int(self.run.backbone.tokenizer.pad_token_id or 0)
-        readout = readout_of(self.run.model, tokens)
+        reader = BatchReader(tokens, self.run.backbone.pad_id)
 
         def outputs_of(index: Tensor) -> Tensor:
-            inputs = {name: send(value, device) for name, value in tokens.rows(index, pad_id=pad_id).items()}
-            begin = np.arange(len(index)) * inputs["input_ids"].shape[1]
-            learned = LearnedTokens.within(tokens, index.numpy(), begin)
+            batch = reader.read(index.numpy(), device)
             with self.precision():
-                return readout.outputs(inputs, learned and learned.to(device)).cpu()
+                found: Tensor = self.run.model(**batch.inputs).logits
+            return batch.outputs(found.float()).cpu()
 
         batches = evaluation_batches(lengths, _BATCH_TOKENS[device.type])
         found, self._cuts = evaluate(outputs_of, lengths, batches, self._cuts)
         return found
 
-    def tokens(self, split: Split, progress: ProgressCallback | None = None) -> Tokens:
+    def tokens(self, split: Split, progress: ProgressCallback | None = None) -> Samples:
         """The samples as the run's own samples were encoded, without those that the task left out."""
         recipe = self.run.recipe
-        tokens = self.run.task.encode(split, self.run.backbone.tokenizer, recipe.data.max_length, progress)
-        return without_left_out(tokens)
+        samples = self.run.task.encode(split, self.run.backbone.encoder, recipe.data.max_length, progress)
+        return without_left_out(samples)
 
     def predict(self, *texts: Sequence[str]) -> Predictions:
         """Predictions for n samples. texts: one column of n texts, or two if the run was trained on pairs."""

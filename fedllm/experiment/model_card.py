@@ -17,8 +17,10 @@ from fedllm.common.errors import cut_name
 from fedllm.common.hub import PACKAGE, is_hub_name
 from fedllm.config.recipe import Recipe
 from fedllm.data.known_datasets import KNOWN_DATASETS, text_columns
+from fedllm.data.known_images import KNOWN_IMAGES, reads_images
 from fedllm.data.tokenization import pair_separator
 from fedllm.experiment.causal_card import causal_loading, causal_task
+from fedllm.experiment.image_card import image_loading
 from fedllm.experiment.records import versions
 from fedllm.models.loading import Backbone
 from fedllm.results.format import LOSS, outcome
@@ -46,18 +48,30 @@ class TrainedOn:
 def model_card(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedOn, *, merged: bool = False) -> str:
     """The text of README.md. merged: for a folder with the whole model, the adapter merged into its base."""
     base, data = _base(recipe), _data_name(recipe)
-    kind = "model with a merged LoRA adapter" if merged else f"LoRA adapter{_with_head(backbone)}"
+    whole = merged or recipe.lora is None
     parts = [
-        f"---\n{_metadata(recipe, backbone, task, merged)}---",
-        f"# {base} fine-tuned on {data}",
-        f"A {kind}, trained by federated learning with fedllm.",
-        _table(["", ""], _facts(recipe, backbone, task, trained, base, data)),
+        f"---\n{_metadata(recipe, backbone, task, whole)}---",
+        f"# {base} {'fine-tuned' if recipe.model.pretrained else 'trained from random weights'} on {data}",
+        f"A {_kind(recipe, task, merged)}, trained by federated learning with fedllm.",
+        _table(["", ""], _facts(recipe, task, trained, base, data)),
         f"## Scores\n\n{_scores(task, trained.metrics, recipe.run.seed)}",
-        f"## Load it\n\n```python\n{_loading(recipe, backbone, task, merged)}```",
-        *([] if merged or _is_on_hub(backbone) else [_WHERE_THE_BASE_IS]),
+        f"## Load it\n\n```python\n{_loading(recipe, backbone, task, whole)}```",
+        *([_GROUP_NORM] if recipe.model.norm == "group" and not hasattr(backbone.model.config, "norm") else []),
+        *([] if whole or _is_on_hub(backbone) else [_WHERE_THE_BASE_IS]),
         f"## Versions\n\n{', '.join(f'{name} {number}' for name, number in versions().items())}",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _head(task: Task, words: str) -> str:
+    """These words, for an adapter with a trained head."""
+    return "" if task.generates else words
+
+
+def _kind(recipe: Recipe, task: Task, merged: bool) -> str:
+    if recipe.lora is None:
+        return "model with all its weights"
+    return "model with a merged LoRA adapter" if merged else f"LoRA adapter{_head(task, ' with its head')}"
 
 
 _WHERE_THE_BASE_IS = (
@@ -66,22 +80,32 @@ _WHERE_THE_BASE_IS = (
 )
 
 
+_GROUP_NORM = (
+    "In training, group norm took the place of this model's batch norm, which its config cannot say. After\n"
+    '`from_pretrained`, call `fedllm.models.norms.apply_norm(model, "group", folder)`, which keeps scale and shift.'
+)
+
+
 # The front matter
 
 
-def _metadata(recipe: Recipe, backbone: Backbone, task: Task, merged: bool) -> str:
+def _metadata(recipe: Recipe, backbone: Backbone, task: Task, whole: bool) -> str:
     """The YAML that the Hub reads. It has only what is known: no base without a name on the Hub, no licence."""
     algorithm = str(recipe.algorithm["name"]).rpartition(":")[2]
-    values: dict[str, Any] = {"library_name": "transformers" if merged else "peft"}
-    if _is_on_hub(backbone):
-        values |= {"base_model": backbone.base_name, "base_model_relation": "finetune" if merged else "adapter"}
+    values: dict[str, Any] = {"library_name": "transformers" if whole else "peft"}
+    if _is_on_hub(backbone) and recipe.model.pretrained:
+        values |= {"base_model": backbone.base_name, "base_model_relation": "finetune" if whole else "adapter"}
     if hub := _data_on_hub(recipe):
         values["datasets"] = [hub]
-    values["pipeline_tag"] = "text-generation" if task.generates else "text-classification"
+    values["pipeline_tag"] = "text-generation" if task.generates else _pipeline(recipe)
     values["metrics"] = list(dict.fromkeys(_HUB_METRICS.get(name, name) for name in task.metric_names))
-    values["tags"] = ["lora", "federated-learning", "fedllm", printable(algorithm)]
+    values["tags"] = [*(["lora"] if recipe.lora else []), "federated-learning", "fedllm", printable(algorithm)]
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return f"{text}{NO_LICENCE}\n"
+
+
+def _pipeline(recipe: Recipe) -> str:
+    return "image-classification" if reads_images(recipe.data) else "text-classification"
 
 
 def _is_on_hub(backbone: Backbone) -> bool:
@@ -93,7 +117,7 @@ def _data_on_hub(recipe: Recipe) -> str | None:
     name = recipe.data.name
     if name is None:
         return None
-    if known := KNOWN_DATASETS.get(name):
+    if known := KNOWN_DATASETS.get(name) or KNOWN_IMAGES.get(name):
         return known.hub[0]
     return "/".join(name.split("/")[:2]) if "/" in name and is_hub_name(name) else None
 
@@ -113,17 +137,12 @@ def _data_name(recipe: Recipe) -> str:
     return _plain(data.name if data.name.startswith(PACKAGE) or is_hub_name(data.name) else Path(data.name).name)
 
 
-def _with_head(backbone: Backbone) -> str:
-    return " with its head" if backbone.head else ""
-
-
-def _facts(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedOn, base: str, data: str) -> list[list[str]]:
-    model, lora, federation = recipe.model, recipe.lora, recipe.federation
+def _facts(recipe: Recipe, task: Task, trained: TrainedOn, base: str, data: str) -> list[list[str]]:
+    model, federation = recipe.model, recipe.federation
     digests = [f"sha256 of the {split} split `{trained.data[split]}`" for split in _SPLITS if split in trained.data]
     quantize = "" if model.quantize == "none" else f", quantised to {model.quantize}"
     count = f"{trained.clients:,}, of which " if trained.clients is not None else ""
     algorithm = {key: value for key, value in recipe.algorithm.items() if key != "name" and value is not None}
-    adapter = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "targets": lora.targets}
     return [
         ["base model", f"{base} ({model.dtype}{quantize})"],
         ["task", _task(task, recipe)],
@@ -131,7 +150,7 @@ def _facts(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedOn, b
         ["clients", f"{count}{federation.clients_per_round} train in a round; {_partition(recipe)}"],
         ["algorithm", f"`{_plain(str(recipe.algorithm['name']))}`: {_settings(algorithm)}"],
         ["local training", _local(recipe)],
-        ["adapter", f"{_settings(adapter)}; {trained.dim:,} trained values{' with the head' if backbone.head else ''}"],
+        _trained_values(recipe, task, trained),
         ["rounds", f"{trained.metrics[-1]['round']:,}"],
         ["seed", str(recipe.run.seed)],
         ["licence", "to be filled in"],
@@ -141,10 +160,18 @@ def _facts(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedOn, b
 _SPLITS = ("training", "validation")
 
 
+def _trained_values(recipe: Recipe, task: Task, trained: TrainedOn) -> list[str]:
+    if (lora := recipe.lora) is None:
+        norm = "" if recipe.model.norm == "average" else f"; batch norm: {recipe.model.norm}"
+        return ["weights", f"all, {trained.dim:,} trained values{norm}"]
+    adapter = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "targets": lora.targets}
+    return ["adapter", f"{_settings(adapter)}; {trained.dim:,} trained values{_head(task, ' with the head')}"]
+
+
 def _task(task: Task, recipe: Recipe) -> str:
     if task.generates:
         return _plain(causal_task(recipe))
-    what = "a pair of texts" if _is_pair(recipe) else "a text"
+    what = "an image" if reads_images(recipe.data) else "a pair of texts" if _is_pair(recipe) else "a text"
     if not task.classes:
         return f"{task.describe()}: one number for {what}"
     names = ", ".join(f"`{_plain(cut_name(name))}`" for name in task.classes[:MOST_CLASSES])
@@ -168,7 +195,11 @@ def _partition(recipe: Recipe) -> str:
 def _local(recipe: Recipe) -> str:
     local = recipe.local
     amount = {"epochs": local.epochs or 1} if local.steps is None else {"steps": local.steps}
-    return f"{_settings(amount)}, batch size {local.batch_size}, max. {recipe.data.max_length} tokens per sample"
+    data = recipe.data
+    size = f"max. {data.max_length} tokens per sample"
+    if reads_images(data):
+        size = f"images of {data.image_size} x {data.image_size} pixels, augmentation {data.augment}"
+    return f"{_settings(amount)}, batch size {local.batch_size}, {size}"
 
 
 def _settings(values: Mapping[str, Any]) -> str:
@@ -201,10 +232,12 @@ def _number(value: float | None) -> str:
 # How to load it
 
 
-def _loading(recipe: Recipe, backbone: Backbone, task: Task, merged: bool) -> str:
+def _loading(recipe: Recipe, backbone: Backbone, task: Task, whole: bool) -> str:
     """Python that loads the folder and answers for one sample."""
     if task.generates:
-        return causal_loading(recipe, backbone, merged)
+        return causal_loading(recipe, backbone, whole)
+    if reads_images(recipe.data):
+        return image_loading(backbone, task, whole)
     cut = f"truncation=True, max_length={recipe.data.max_length}"
     place = "this folder, or huggingface_hub.snapshot_download(its name on the Hub)"
     asked = '"a text"'
@@ -212,7 +245,7 @@ def _loading(recipe: Recipe, backbone: Backbone, task: Task, merged: bool) -> st
         asked = f'{{"text": "a text", "text_pair": {_quoted(pair_separator(backbone.tokenizer) + "another text")}}}'
     answer = "[{'label': ..., 'score': ...}]" if task.classes else "its score is the number"
     ask = f"print(classify({asked}))  # {answer}\n"
-    if merged:
+    if whole:
         return (
             "from transformers import pipeline\n\n"
             f'folder = "."  # {place}\n'

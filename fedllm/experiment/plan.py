@@ -7,10 +7,16 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fedllm.common.errors import cut_name
+from fedllm.data.conversations.sample_view import BEGIN, END, learned_share, marked_text
+from fedllm.data.tokenization import Tokens
 from fedllm.experiment.build import Job, run_folder
+from fedllm.experiment.client_samples import count_samples
+from fedllm.experiment.full_memory import FullNeed
+from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
 from fedllm.federation.costs import client_memory, traffic, vectors_per_round
 from fedllm.models.quantization import frozen_size
+from fedllm.problems.full.problem import FullProblem
 
 _CLASSES, _SITES = 10, 5  # the most classes named, and of many sites the largest and the smallest ones
 
@@ -18,9 +24,9 @@ _CLASSES, _SITES = 10, 5  # the most classes named, and of many sites the larges
 def plan_table(job: Job) -> Table:
     """The plan of a run as a table: sizes, memory and communication. It is the output of --dry-run."""
     recipe, info, machine = job.recipe, job.info, job.machine
-    settings, lora, dim = recipe.algorithm, recipe.lora, job.problem.dim
+    settings, dim = recipe.algorithm, job.problem.dim
     sizes = np.array([len(part) for part in job.parts])
-    sent = traffic(job.algorithm, info, job.problem.dim)
+    sent = traffic(job.algorithm, info, job.problem.dim, buffers=job.problem.buffers)
     frozen, frozen_bytes = frozen_size(job.model, dim)
     state = sum(client_memory(job.algorithm, info, dim, 0).values())
     processes = f"{machine.processes} processes, each on " if machine.processes > 1 else ""
@@ -28,13 +34,14 @@ def plan_table(job: Job) -> Table:
     rows = {
         "algorithm": f"{settings['name']}, lr {settings['lr']}, server_lr {settings['server_lr']}",
         "model": f"{recipe.model.name} ({job.backbone.source}), {frozen:,} frozen parameters",
-        "trainable parameters": f"{dim:,}, {dim / (frozen + dim):.2%} of all (LoRA rank {lora.rank} on "
-        f"{', '.join(lora.targets)}{', and the head' if job.backbone.head else ''})",
+        "trainable parameters": _trainable(job, frozen),
+        **_norm(job),
         "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
-        "head": str(job.backbone.start),
+        "head": _head(job),
         "data": f"{job.dataset.name}: {len(job.dataset.train):,} training, {len(job.dataset.validation):,} validation "
         f"samples, {job.task.describe()}",
         **_classes(job),
+        **_learned(job),
         "clients": f"{len(job.parts)}, {info.sampled} per round, {info.tracked} of them tracked",
         "samples per client": f"min {sizes.min():,}, median {int(np.median(sizes)):,}, max {sizes.max():,}",
         **_sites(job, sizes),
@@ -45,10 +52,12 @@ def plan_table(job: Job) -> Table:
         "client memory": f"{(frozen_bytes + 4 * state) / 2**20:,.1f} MiB of weights and state; "
         f"{job.algorithm.held_vectors()} vectors as GC Table 6 counts",
         "runs on": f"{processes}{where}, {machine.precision}, {job.stacked_clients} clients together",
+        **_memory(job),
         "rows": _rows(job),
         "run folder": str(run_folder(recipe)),
         **{f"note {number}": note for number, note in enumerate((*job.dataset.notes, *job.backbone.notes), 1)},
         **{f"warning {number}": text for number, text in enumerate(job.dataset.warnings, 1)},
+        **_sample(job),
     }
     table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
@@ -56,14 +65,64 @@ def plan_table(job: Job) -> Table:
     return table
 
 
-def _classes(job: Job) -> dict[str, str]:
-    """The largest classes with their training samples; nothing where targets are no classes."""
-    train = job.dataset.train
-    if (counts := job.task.class_counts(train, [np.arange(len(train))])) is None:
+def _trainable(job: Job, frozen: int) -> str:
+    dim, lora = job.problem.dim, job.recipe.lora
+    if lora is None:
+        return f"{dim:,}, all weights"
+    head = ", and the head" if job.backbone.head else ""
+    return f"{dim:,}, {dim / (frozen + dim):.2%} of all (LoRA rank {lora.rank} on {', '.join(lora.targets)}{head})"
+
+
+def _head(job: Job) -> str:
+    if job.recipe.lora is None and not job.backbone.head:
+        return "the language model's own, trained with it"
+    return str(job.backbone.start)
+
+
+def _norm(job: Job) -> dict[str, str]:
+    """What becomes of batch norm, where the model has it."""
+    if (buffers := job.problem.buffers) is None:
         return {}
-    ranked = sorted(zip(counts[0], job.task.classes, strict=True), key=lambda pair: -pair[0])
+    kept = "each client goes on from its own" if buffers.local else "averaged with the model"
+    return {"batch norm": f"{len(buffers.initial):,} running statistics, {kept}"}
+
+
+def _memory(job: Job) -> dict[str, str]:
+    """The memory that training all weights takes."""
+    if not isinstance(job.problem, FullProblem):
+        return {}
+    return {"memory": str(FullNeed.of(job.algorithm, job.problem, job.info, job.stacked_clients))}
+
+
+def _classes(job: Job) -> dict[str, str]:
+    """The largest classes, or values of the column that stands in for them, with their training samples."""
+    train = job.dataset.train
+    if (found := count_samples(job.dataset, job.task, [np.arange(len(train))])) is None:
+        return {}
+    ranked = sorted(zip(found.counts[0], found.names, strict=True), key=lambda pair: -pair[0])
     named = [f"'{cut_name(name)}' {count:,} ({count / len(train):.0%})" for count, name in ranked[:_CLASSES]]
-    return {"classes": ", ".join(named) + (f" and {len(ranked) - _CLASSES:,} more" if len(ranked) > _CLASSES else "")}
+    column = grouped_by(job.recipe)
+    more = f" and {len(ranked) - _CLASSES:,} more" if len(ranked) > _CLASSES else ""
+    return {"classes" if column is None else f"values of {column}": ", ".join(named) + more}
+
+
+def _learned(job: Job) -> dict[str, str]:
+    """How many tokens a causal language model learns."""
+    splits = {"training tokens": job.problem.samples, "validation tokens": job.validation}
+    return {
+        name: learned_share(tokens.to("cpu"))
+        for name, tokens in splits.items()
+        if isinstance(tokens, Tokens) and tokens.learned is not None
+    }
+
+
+def _sample(job: Job) -> dict[str, str]:
+    """The first training sample as a causal language model sees it."""
+    tokens = job.problem.samples
+    if not isinstance(tokens, Tokens) or tokens.learned is None:
+        return {}
+    shown = f"the first sample; what is learned stands between {BEGIN} and {END}"
+    return {shown: marked_text(tokens.to("cpu"), 0, job.backbone.tokenizer)}
 
 
 def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
@@ -77,13 +136,20 @@ def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
 
 
 def _rows(job: Job) -> str:
-    if job.problem.packed:
+    unit = "tokens" if job.backbone.images is None else "patches"
+    if isinstance(job.problem, FullProblem):
+        together = "clients share a pass" if job.problem.stacked else "a client's batch is a pass"
+        whole = "" if job.problem.buffers is not None else f", cut above {int(job.problem.pass_tokens):,} {unit}"
+        return f"one sample per row, {together}{whole}"
+    if job.backbone.images is not None:
+        rows = "one image per row"
+    elif job.problem.packed:
         rows = "several samples per row"
     else:
         rows = "one sample per row" if job.recipe.run.slices != "auto" else "one sample per row, as this model needs it"
     if job.recipe.run.gradient_checkpointing:
         rows += ", blocks computed again"
-    return f"{rows}, passes of {int(job.problem.pass_tokens):,} tokens unless a client alone has more"
+    return f"{rows}, passes of {int(job.problem.pass_tokens):,} {unit} unless a client alone has more"
 
 
 def _vectors(job: Job) -> str:

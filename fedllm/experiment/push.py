@@ -14,14 +14,18 @@ CONFIGS = ("adapter_config.json", "config.json")
 
 
 def folder_to_push(folder: str | Path) -> Path:
-    """The folder that `push_adapter` uploads. Raises UserError if there is none."""
+    """The folder that `push_adapter` uploads: a run's adapter/ or model/, or an exported folder.
+
+    Raises UserError if there is none.
+    """
     folder = Path(folder).expanduser()
     if any((folder / config).is_file() for config in CONFIGS):
         return folder
     require_run_folder(folder)
-    if not (folder / "adapter" / CONFIGS[0]).is_file():
-        raise UserError(f"{folder}: has no adapter yet, as it is not finished; write one first: fedllm export {folder}")
-    return folder / "adapter"
+    for name, config in zip(("adapter", "model"), CONFIGS, strict=True):
+        if (folder / name / config).is_file():
+            return folder / name
+    raise UserError(f"{folder}: has no adapter yet, as it is not finished; write one first: fedllm export {folder}")
 
 
 def push_adapter(folder: str | Path, name: str, *, private: bool = False) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 from fedllm.common.errors import RunError
 from fedllm.experiment.build import Job
+from fedllm.experiment.client_samples import count_samples
+from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.run_facts import RunFacts
 from fedllm.federation.costs import client_memory, simulated_seconds, stored_values, vectors_per_round
 from fedllm.federation.rounds import RoundReport
@@ -103,14 +105,21 @@ def partition_summary(job: Job) -> dict[str, Any]:
     """partition.json: the number of samples per client, and per client and class.
 
     sizes: [N]. counts: [N, classes]. names: [N], the column value of each client; only with scheme by_column.
-    data: see Job.data.
+    column: the column whose values are the classes, for data without labels; else None. data: see Job.data.
     """
     settings, names = job.recipe.partition, None
     if settings.scheme == "by_column" and settings.file is None:
         column = job.dataset.train.columns[str(settings.column)]
         names = [str(column[part[0]]) for part in job.parts]
-    sizes, counts = [len(part) for part in job.parts], job.task.class_counts(job.dataset.train, job.parts)
-    return {"sizes": sizes, "names": names, "classes": list(job.task.classes), "counts": counts, "data": job.data}
+    found = count_samples(job.dataset, job.task, job.parts)
+    return {
+        "sizes": [len(part) for part in job.parts],
+        "names": names,
+        "classes": list(job.task.classes if found is None else found.names),
+        "counts": None if found is None else found.counts,
+        "column": grouped_by(job.recipe),
+        "data": job.data,
+    }
 
 
 def run_result(job: Job, federation: FederationState, metrics: list[dict[str, Any]], facts: RunFacts) -> dict[str, Any]:
@@ -118,6 +127,8 @@ def run_result(job: Job, federation: FederationState, metrics: list[dict[str, An
     recipe, info, dim = job.recipe, job.info, job.problem.dim
     frozen, frozen_bytes = frozen_size(job.model, dim)
     memory = client_memory(job.algorithm, info, dim, frozen)
+    if job.problem.buffers is not None:
+        memory["running statistics"] = len(job.problem.buffers.initial)
     return {
         "status": "finished",
         "algorithm": recipe.algorithm["name"],

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedllm.common.console import say
 from fedllm.common.errors import UserError
-from fedllm.config.recipe import CHOSEN_KEYS, DECIDED_KEYS, FREE_KEYS, Recipe, make_recipe, own_keys
+from fedllm.config.recipe import CHOSEN_KEYS, DECIDED_KEYS, FREE_KEYS, OPTIONAL, Recipe, make_recipe, own_keys
 from fedllm.config.yaml_layers import parse_yaml
 from fedllm.distributed.process_group import restarted
 from fedllm.experiment.build import Job
@@ -82,23 +82,27 @@ def _read_saved(path: Path) -> dict[str, dict[str, Any]]:
         found = parse_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise OtherRunError(f"{path}: not readable ({error}); {_other_folder(path.parent)}") from error
-    if not (isinstance(found, dict) and all(isinstance(keys, dict) for keys in found.values())):
+    if not (isinstance(found, dict) and all(isinstance(found[name], dict) or name in OPTIONAL for name in found)):
         raise OtherRunError(f"{path}: is no recipe that fedllm wrote; {_other_folder(path.parent)}")
     return {section: own_keys(section, values) for section, values in found.items()}
 
 
 def _changes(before: Mapping[str, Mapping[str, Any]], recipe: Recipe) -> _Changes:
     """The settings that differ, without those that any run may change. One that is newer than the folder had its
-    default there."""
+    default there. A section that is null in one of them differs as a whole."""
     given = {"algorithm": {"name": recipe.algorithm["name"]}, "data": {"name": "any"}}
     defaults = make_recipe(given, recipe.name, "defaults").sections()
-    return {
+    now = parse_yaml(recipe.yaml())
+    pairs = {section: (before.get(section, defaults[section]) or None, now[section]) for section in OPTIONAL}
+    whole: _Changes = {section: pair for section, pair in pairs.items() if (pair[0] is None) != (pair[1] is None)}
+    return whole | {
         f"{section}.{key}": (old.get(key), values.get(key))
-        for section, values in parse_yaml(recipe.yaml()).items()
+        for section, values in now.items()
+        if values is not None and section not in whole
         for old in [{**defaults[section], **before.get(section, {})}]
         for key in {*values, *old}
         if f"{section}.{key}" not in _FREE and section != "eval" and old.get(key) != values.get(key)
-        if not ((section, key) in DECIDED_KEYS and values.get(key) == "auto")
+        if not ((section, key) in DECIDED_KEYS and values.get(key) in ("auto", None))
     }
 
 
@@ -140,7 +144,8 @@ def check_data(job: Job, facts: RunFacts, folder: Path, moved: Sequence[str] = (
         )
     for name, before in facts.data.items():
         if data[name] != before:
-            what = "partition: its clients hold other samples" if name == "partition" else f"{name} split"
+            kinds = {"partition": "partition: its clients hold other samples", "template": "chat template"}
+            what = kinds.get(name, f"{name} split")
             raise UserError(
                 f"{folder}: the run began with another {what} (sha256 {before[:12]}, now {data[name][:12]}); "
                 f"put the data back as they were, or choose another run.dir"

@@ -1,4 +1,4 @@
-"""Performs one run, from a recipe to a fine-tuned adapter in its run folder.
+"""Performs one run, from a recipe to a fine-tuned adapter or model in its run folder.
 
 Several processes may run this program at the same time. Rank 0 makes every decision that depends on files or time
 (`on_first`), and only rank 0 writes. All else is computed in every process, from the same recipe and data.
@@ -32,9 +32,10 @@ from fedllm.experiment.run_lock import RunInUseError, run_lock
 from fedllm.experiment.session import CLIENTS, Session, is_complete, open_session
 from fedllm.experiment.stopping import StopRequests, stop_requests
 from fedllm.experiment.trackers import require_installed
+from fedllm.experiment.trained_files import save_trained
 from fedllm.experiment.training import train
 from fedllm.federation.executor import Executor
-from fedllm.models.adapter_files import save_adapter
+from fedllm.models.norms import write_statistics
 from fedllm.results.reader import load_run
 
 
@@ -160,15 +161,18 @@ def _complete(session: Session, checkpoints: Checkpoints, profile: bool, stop: S
 
 
 def _finish(session: Session) -> RunResult:
-    """Writes the adapter, the answers, result.json and the plot."""
-    job, x = session.job, session.state.x
-    compared = compare(job, x, session.executor)
+    """Writes the adapter or the model, the answers, result.json and the plot."""
+    job, x, buffers = session.job, session.state.x, session.state.buffers
+    compared = compare(job, x, session.executor, buffers)
     job.problem.space.scatter(job.model, x)
+    if buffers is not None:
+        write_statistics(job.model, buffers)
     job.problem.release()
     result = session.executor.on_first(lambda: _write_result(session, compared))
     final = ", ".join(f"{name} {value:.4f}" for name, value in result["final"].items() if value is not None)
     say(f"{session.folder}: {final} after {session.state.round} rounds", "bold")
-    say(f"adapter in {session.folder / 'adapter'}, curves in {session.folder / 'curves.png'}")
+    trained = job.recipe.trained_folder
+    say(f"{trained} in {session.folder / trained}, curves in {session.folder / 'curves.png'}")
     _warn_of_missed_target(session, result)
     return RunResult(session.folder, result, session.metrics)
 
@@ -188,7 +192,7 @@ def _warn_of_missed_target(session: Session, result: dict[str, Any]) -> None:
 
 
 def _write_result(session: Session, compared: dict[str, Any]) -> dict[str, Any]:
-    """Writes the adapter, the answers, then result.json with the entries `compared`.
+    """Writes the adapter or the model, the answers, then result.json with the entries `compared`.
 
     So if result.json exists, all other files exist, except the plot.
     """
@@ -196,7 +200,7 @@ def _write_result(session: Session, compared: dict[str, Any]) -> dict[str, Any]:
     try:
         trained = TrainedOn(session.metrics, session.facts.data, len(job.parts), job.problem.dim)
         card = model_card(job.recipe, job.backbone, job.task, trained)
-        save_adapter(job.model, folder / "adapter", job.backbone.base_name, job.backbone.tokenizer, card)
+        save_trained(job.recipe, job.model, folder / job.recipe.trained_folder, job.backbone, card)
         write_answers(job, session.state.x, folder)
         result = run_result(job, session.state, session.metrics, session.facts) | compared
         shutil.rmtree(folder / CLIENTS, ignore_errors=True)

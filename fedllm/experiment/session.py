@@ -22,6 +22,7 @@ from fedllm.experiment.run_facts import RunFacts
 from fedllm.experiment.trackers import require_installed
 from fedllm.federation.executor import Executor, describe
 from fedllm.federation.rounds import start
+from fedllm.federation.setup import BUFFERS
 from fedllm.federation.state import FederationState, blank
 from fedllm.results.format import rounds_to
 
@@ -146,8 +147,11 @@ def _resume(
     """A run after the last round of its newest checkpoint. snapshot: that checkpoint, on rank 0."""
     state = blank(job.setup, folder=files)
     executor.on_first(lambda: None if snapshot is None else snapshot.restore(state))
-    found = executor.from_first({"x": state.x, **{f"server/{name}": value for name, value in state.server.items()}})
+    beside = {} if state.buffers is None else {BUFFERS: state.buffers}
+    server = {f"server/{name}": value for name, value in state.server.items()}
+    found = executor.from_first({"x": state.x, **beside, **server})
     state.x, state.server = found["x"], {name: found[f"server/{name}"] for name in state.server}
+    state.buffers = found.get(BUFFERS)
     state.round = executor.on_first(lambda: state.round)
     vectors = describe(state.clients.known()) if executor.rank == 0 else []
     _, notes = executor.together(lambda: (None, vectors), lambda rank: "reading the checkpoint")

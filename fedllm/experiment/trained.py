@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from fedllm.common.console import stage, warn
 from fedllm.common.errors import UserError
 from fedllm.config.recipe import Recipe, load_recipe
 from fedllm.data.conversations.templates import keep_template
 from fedllm.data.loading import load_dataset
+from fedllm.experiment.build import trainable
 from fedllm.experiment.checkpoints import Checkpoints, Snapshot
 from fedllm.experiment.model_card import TrainedOn, model_card
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.models.loading import Backbone, load_backbone
-from fedllm.models.lora import attach_lora
+from fedllm.models.norms import write_statistics
 from fedllm.results.kept_rounds import require_rounds
 from fedllm.tasks.base import Task
 from fedllm.tasks.selection import task_of
@@ -34,7 +36,7 @@ class TrainedRun:
     recipe: Recipe
     task: Task
     backbone: Backbone
-    model: PeftModel
+    model: PeftModel | PreTrainedModel
     round: int
     data: dict[str, str]
     trained: TrainedOn
@@ -45,7 +47,9 @@ class TrainedRun:
 
 
 def load_trained(folder: str | Path, round: int | None = None) -> TrainedRun:
-    """Loads the base model with a run's trained adapter and head. It needs no data. The run may be unfinished.
+    """Loads the base model with a run's trained adapter and head, or with all its trained weights. It needs no data.
+
+    The run may be unfinished.
 
     round: a round whose checkpoint is still there; None for the newest intact checkpoint.
     Raises UserError if `folder` is not a run with such a checkpoint, or the base is not what it was.
@@ -61,14 +65,16 @@ def load_trained(folder: str | Path, round: int | None = None) -> TrainedRun:
     with stage(f"loading {recipe.model.name}"):
         backbone = load_backbone(recipe.model, task.head, local_hub=recipe.run.local_hub, seed=recipe.run.seed)
         keep_template(recipe.data.template, backbone.tokenizer)
-        model = attach_lora(backbone, recipe.lora, seed=recipe.run.seed)
+        model = trainable(backbone, recipe, recipe.run.seed)
     space = ParameterSpace.of(model)
     if len(snapshot.x) != space.dim:
         raise UserError(
-            f"{folder}: its checkpoint has {len(snapshot.x):,} trainable values, but {recipe.model.name} with the "
-            f"run's adapters has {space.dim:,}: the model is not what it was"
+            f"{folder}: its checkpoint has {len(snapshot.x):,} trainable values, but {recipe.model.name} as "
+            f"the run trains it has {space.dim:,}: the model is not what it was"
         )
     space.scatter(model, snapshot.x)
+    if snapshot.buffers is not None:
+        write_statistics(model, snapshot.buffers)
     data = snapshot.facts.data
     about = TrainedOn(snapshot.metrics, data, _clients(folder, recipe), space.dim)
     return TrainedRun(folder, recipe, task, backbone, model, snapshot.round, data, about)

@@ -25,6 +25,7 @@ from fedllm.federation.executor import Executor
 from fedllm.federation.local_training import local_steps, train_part
 from fedllm.federation.sampling import deal, sample
 from fedllm.federation.state import FederationState, blank
+from fedllm.problems.lora.problem import LoraProblem
 
 STEPS = 2  # local steps of each client that are timed
 REPEATS = 3
@@ -91,6 +92,8 @@ def _require_tunable(path: Path, recipe: Recipe, overrides: Sequence[str], dry_r
         section, _, name = word.partition("=")[0].strip().partition(".")
         if section == "run" and ALIASES.get((section, name), name) in CHOSEN_KEYS:
             raise UserError(f"run.{name}: is what tune chooses; leave the override out")
+    if recipe.lora is None:
+        raise UserError(f"{path}: nothing to tune: with lora: null each client's batch is a pass of its own")
     if (path.parent / "metrics.jsonl").is_file():
         raise UserError(f"{path}: is the record of a run, which keeps what it chose; tune the recipe that it came from")
     if recipe.federation.clients_per_round == 1 and recipe.local.batch_size == 1:
@@ -141,6 +144,7 @@ class Work:
         part = executor.own(deal(steps, executor.size if shares == "auto" else shares))[0]
         limited = {client: min(steps[client], STEPS) for client in part}
         falling = dict(sorted(limited.items(), key=lambda pair: -pair[1]))
+        assert isinstance(job.problem, LoraProblem), "only models with adapters are tuned"
         need = Need.of(job.algorithm, job.problem)
         return cls(job, executor, blank(job.setup), falling, need)
 
@@ -153,6 +157,7 @@ class Work:
         """A setting with the memory that it is thought to need, not timed yet."""
         problem, device = self.job.problem, self.job.machine.device
         self._cut(slices)
+        assert isinstance(problem, LoraProblem), "only models with adapters are tuned"
         need = self.need.of_clients(problem, stacked_clients)
         fits = need <= usable_memory(device)
         _, everywhere = self.executor.together(lambda: (None, fits), lambda rank: "measuring")
@@ -178,6 +183,7 @@ class Work:
         return None if part.forced else time.perf_counter() - began
 
     def _cut(self, slices: Slices) -> None:
+        assert isinstance(self.job.problem, LoraProblem), "only models with adapters are tuned"
         self.job.problem.choose_rows(None if isinstance(slices, str) else slices)
 
 

@@ -9,6 +9,7 @@ import torch
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, Vectors
 from fedllm.blocks import BlockPartition
 from fedllm.common.tensors import State
+from fedllm.problems.base import Buffers
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,17 @@ def _values(vectors: Vectors, info: RoundInfo, dim: int) -> int:
     return sum(dim if length == "d" else info.blocks.num_blocks for length in vectors.values())
 
 
-def traffic(alg: Algorithm, info: RoundInfo, dim: int, value_bytes: int = 4) -> Traffic:
-    """What a round of `alg` sends: x and the algorithm's downloads to S clients, its uploads back."""
+def traffic(
+    alg: Algorithm, info: RoundInfo, dim: int, value_bytes: int = 4, *, buffers: Buffers | None = None
+) -> Traffic:
+    """What a round of `alg` sends: x and the algorithm's downloads to S clients, its uploads back.
+
+    buffers: the problem's, which are sent up and, unless clients go on from their own, down.
+    """
+    beside = 0 if buffers is None else len(buffers.initial)
     return Traffic(
-        down_values=dim + _values(alg.downloads(), info, dim),
-        up_values=_values(alg.uploads(), info, dim),
+        down_values=dim + _values(alg.downloads(), info, dim) + (0 if buffers is None or buffers.local else beside),
+        up_values=_values(alg.uploads(), info, dim) + beside,
         tracked_values=_values(alg.tracked_uploads(), info, dim),
         sampled=info.sampled,
         tracked=info.tracked,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from fedllm.common.profiling import section
 from fedllm.common.tensors import State
 from fedllm.federation.client_states import ClientVectors
 from fedllm.federation.partial_round import PartialRound
-from fedllm.federation.setup import Setup
+from fedllm.federation.setup import BUFFERS, Setup
 from fedllm.federation.state import FederationState
 from fedllm.problems import checks
 from fedllm.problems.base import Problem
@@ -26,13 +27,13 @@ from fedllm.problems.base import Problem
 Progress = Callable[[int], None]  # called with the number of clients that have taken a step
 
 
-def client_too_large(client: int) -> str:
-    """The error for a client that does not fit into memory alone."""
-    return (
-        f"client {client}: its step alone does not fit into memory; cut its batches with run.slices=4, or set "
-        f"run.gradient_checkpointing=true (the same result up to rounding), or lower local.batch_size or "
-        f"data.max_length"
-    )
+def client_too_large(client: int, smaller_steps: str = Problem.smaller_steps) -> str:
+    """The error for a client that does not fit into memory alone. smaller_steps: see Problem."""
+    return f"client {client}: its step alone does not fit into memory; {smaller_steps}"
+
+
+def _too_large(problem: Problem) -> Callable[[int], str]:
+    return partial(client_too_large, smaller_steps=problem.smaller_steps)
 
 
 def train_part(
@@ -57,7 +58,7 @@ def train_part(
             error.add_note(f"Round {setup.info.index + 1}, while these clients trained together: {listed}")
             raise
 
-    batches = HalvingBatches(list(steps), stacked_clients, client_too_large)
+    batches = HalvingBatches(list(steps), stacked_clients, _too_large(setup.problem))
     for clients, trained in batches.each(train):
         _count(part, setup, state, clients, trained, tracked)
         counts = [steps[client] for client in clients]
@@ -122,13 +123,15 @@ def _train(
     )
     with section("optimizer"):
         before = state.clients.get(clients, x.device)
+        buffers = _first_buffers(state, before, len(clients))
         local = alg.begin(x, state.server, before, info)
     losses: Tensor | None = None
     for k in range(counts[0]):
         active = sum(count > k for count in counts)
         view = {name: value[:active] for name, value in local.items()}
         same = dict(view)
-        loss, g = checks.loss_and_gradient(problem, view["x"], clients[:active], info.index, k)
+        own = None if buffers is None else buffers[:active]
+        loss, g = checks.loss_and_gradient(problem, view["x"], clients[:active], info.index, k, own)
         with section("optimizer"):
             alg.step(view, clip(g, alg.clip_norm), k + 1, rates[:active, k : k + 1], info)
         _require_in_place(alg, same, view)
@@ -138,8 +141,21 @@ def _train(
         progress(active)
     with section("optimizer"):
         upload, kept = alg.end(local, x, state.server, before, rows, info)
+    if buffers is not None and problem.buffers is not None:
+        upload = {**upload, BUFFERS: buffers}
+        kept = {**kept, BUFFERS: buffers} if problem.buffers.local else kept
     mean_losses = None if losses is None else losses / rows.steps[:, 0]
     return Trained(began, rows, local, Uploads(upload, kept), mean_losses)
+
+
+def _first_buffers(state: FederationState, before: State, count: int) -> Tensor | None:
+    """The buffers [C, b] that `count` clients begin the round with: their own, taken out of `before`, or the server's.
+
+    None for a problem without buffers.
+    """
+    if state.buffers is None:
+        return None
+    return before.pop(BUFFERS) if BUFFERS in before else state.buffers.repeat(count, 1)
 
 
 def full_gradients(
@@ -149,7 +165,7 @@ def full_gradients(
     x = state.x
     total = torch.zeros_like(x, dtype=torch.float64)
     staged: dict[int, ClientVectors] = {}
-    batches = HalvingBatches(clients, stacked_clients, client_too_large)
+    batches = HalvingBatches(clients, stacked_clients, _too_large(setup.problem))
     for chunk, gradients in batches.each(lambda chunk: checks.full_gradient(setup.problem, x, chunk)):
         total += gradients.sum(0, dtype=torch.float64)
         rows = setup.algorithm.init_clients(x.expand(len(chunk), -1), setup.info, gradients)

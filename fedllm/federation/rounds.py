@@ -20,7 +20,7 @@ from fedllm.federation.executor import Executor, Note, describe
 from fedllm.federation.local_training import full_gradients, local_steps, train_part
 from fedllm.federation.partial_round import PartialRound, drift_of, in_order, join
 from fedllm.federation.sampling import deal
-from fedllm.federation.setup import Setup
+from fedllm.federation.setup import BUFFERS, Setup
 from fedllm.federation.state import FederationState, blank
 from fedllm.problems import checks
 
@@ -134,11 +134,13 @@ def run_round(
     with section("reduce"):
         whole = join(setup, state.x, mine, notes, executor)
         require_enough(whole.reduction.clients, plan.min_clients, whole.rejected, info.index)
-        x, server = aggregate(alg, state.x, state.server, whole.reduction.result(), info)
+        reduced = whole.reduction.result()
+        x, server = aggregate(alg, state.x, state.server, reduced, info)
         drift = drift_of(whole, mine, notes, executor)
         executor.publish(state.clients, whole.staged, [[e for note in one for e in note["staged"]] for one in gathered])
-    down = state.x.nbytes + sum(state.server[name].nbytes for name in alg.downloads())
+    down = state.x.nbytes + sum(state.server[name].nbytes for name in alg.downloads()) + _buffer_bytes(setup, state)
     state.x, state.server, state.round = x, server, info.index + 1
+    state.buffers = reduced.mean.get(BUFFERS)
     return RoundReport(
         clients=list(clients),
         tracked=list(tracked),
@@ -152,6 +154,12 @@ def run_round(
         drift=drift,
         forced=whole.forced,
     )
+
+
+def _buffer_bytes(setup: Setup, state: FederationState) -> int:
+    """Bytes of the buffers that the server sends a client; 0 where there are none or clients go on from their own."""
+    buffers = setup.problem.buffers
+    return 0 if state.buffers is None or buffers is None or buffers.local else state.buffers.nbytes
 
 
 def _train_parts(

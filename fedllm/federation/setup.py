@@ -11,6 +11,8 @@ from fedllm.aggregation.uploads import Declared
 from fedllm.algorithms.base import Algorithm, RoundInfo
 from fedllm.problems.base import Problem
 
+BUFFERS = "buffers"  # the name under which a problem's buffers are sent and kept, beside the algorithm's vectors
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -26,5 +28,9 @@ class Setup:
         return replace(self, info=replace(self.info, index=round))
 
     def declared(self, x: Tensor) -> Declared:
-        """The vectors that the algorithm declares for a model x [d]."""
-        return Declared.by(self.algorithm, x, self.info)
+        """The vectors that the algorithm declares for a model x [d], and the problem's buffers."""
+        declared, buffers = Declared.by(self.algorithm, x, self.info), self.problem.buffers
+        if buffers is None:
+            return declared
+        also = {BUFFERS: len(buffers.initial)}
+        return replace(declared, sent=declared.sent | also, kept=declared.kept | (also if buffers.local else {}))

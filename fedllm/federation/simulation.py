@@ -36,7 +36,7 @@ Pairs = list[tuple[list[int], list[int]]]  # (clients, tracked) of each round
 class SimulationResult:
     """x [d]; server {name: tensor}; clients {name: [N, d]}; history [T+1, d] of x, x0 first, or [0, d] if it was not
     kept; loss [T], None for rounds whose loss the problem does not give; rejected [T]: for each round, client ->
-    reason; evaluations: {"round": t, ...} of each evaluation."""
+    reason; evaluations: {"round": t, ...} of each evaluation; buffers [b] of a problem that has them."""
 
     x: Tensor
     server: State
@@ -45,6 +45,7 @@ class SimulationResult:
     loss: list[float | None]
     rejected: list[dict[int, str]]
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    buffers: Tensor | None = None
 
 
 def simulate(
@@ -151,7 +152,8 @@ class _Record:
         """The result after the last round."""
         x = federation.x
         history = torch.stack(self._history) if self._keep_history else x.new_empty(0, len(x))
-        return SimulationResult(x, federation.server, clients, history, self._losses, self._rejected, self._evaluations)
+        records = (history, self._losses, self._rejected, self._evaluations)
+        return SimulationResult(x, federation.server, clients, *records, federation.buffers)
 
 
 def _check_arguments(alg: Any, problem: Any) -> None:

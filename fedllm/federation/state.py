@@ -9,18 +9,22 @@ from torch import Tensor
 
 from fedllm.common.tensors import State
 from fedllm.federation.client_states import ClientFiles, ClientStore
-from fedllm.federation.setup import Setup
+from fedllm.federation.setup import BUFFERS, Setup
 from fedllm.problems import checks
 
 
 @dataclass
 class FederationState:
-    """The state after `round` rounds: the global x [d], the server's vectors, and the clients' vectors."""
+    """The state after `round` rounds: the global x [d], the server's vectors, and the clients' vectors.
+
+    buffers [b]: the server's, see problems.base.Buffers; None for a problem without them.
+    """
 
     round: int
     x: Tensor
     server: State
     clients: ClientStore
+    buffers: Tensor | None = None
 
 
 def blank(setup: Setup, x0: Tensor | None = None, folder: Path | None = None) -> FederationState:
@@ -29,12 +33,16 @@ def blank(setup: Setup, x0: Tensor | None = None, folder: Path | None = None) ->
     x0 [d]: the start, default problem.initial(). folder: where the clients' vectors are kept in files, default in
     memory.
     """
-    alg, info = setup.algorithm, setup.info
+    alg, info, buffers = setup.algorithm, setup.info, setup.problem.buffers
     x = checks.start(setup.problem, x0)
     x_cpu = x.cpu()
 
     def initial(count: int) -> State:
-        return alg.init_clients(x_cpu.expand(count, -1), info)
+        vectors = alg.init_clients(x_cpu.expand(count, -1), info)
+        if buffers is None or not buffers.local:
+            return vectors
+        return {**vectors, BUFFERS: buffers.initial.to(x_cpu).repeat(count, 1)}
 
     store = ClientStore(initial) if folder is None else ClientFiles(initial, folder)
-    return FederationState(0, x, alg.init_server(x, info), store)
+    first = None if buffers is None else buffers.initial.detach().to(x, copy=True)
+    return FederationState(0, x, alg.init_server(x, info), store, first)

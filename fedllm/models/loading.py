@@ -20,15 +20,19 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ViTConfig,
 )
 
 from fedllm.common import hub
 from fedllm.common.errors import UserError
 from fedllm.common.quiet import quiet
 from fedllm.common.seeding import derive
+from fedllm.data.pixels import ImageFormat
 from fedllm.models.causal_models import is_causal, require_causal, template_notes
 from fedllm.models.gguf_copy import copy_of, require_copy
 from fedllm.models.head_start import HeadStart, Loaded, choose_start
+from fedllm.models.image_format import image_format
+from fedllm.models.image_models import BUILT, built_config, start_vit
 from fedllm.models.quantization import keep_as_stored, quantization_config
 from fedllm.models.settings import ModelSettings
 from fedllm.models.sources import ask_hub, cached_folder, check_quantize, find_model
@@ -40,9 +44,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Backbone:
-    """A frozen model with a task's head, and its tokenizer.
+    """A frozen model with a task's head, and its tokenizer or, of a model of images, `images`: how it reads them.
 
-    name: as the user wrote it. source: the folder or GGUF file it was read from, or "hub" (Hugging Face cache or hub).
+    name: as the user wrote it. source: the folder or GGUF file it was read from, "hub" (Hugging Face cache or hub), or
+    "built" (by its name, see image_models).
     head: paths of the task head's modules, all of which are trained; () for a language model, whose output embedding is
     frozen. task_type: PEFT's name for this kind of head.
     max_length: the number of tokens that the model has positions for, or None if it has no limit.
@@ -51,15 +56,28 @@ class Backbone:
     """
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     name: str
-    source: Path | Literal["hub"]
+    source: Path | Literal["hub", "built"]
     head: tuple[str, ...]
-    task_type: str
+    task_type: str | None
     max_length: int | None
     base_name: str = ""
     start: HeadStart = HeadStart(False, "random values")
     notes: tuple[str, ...] = ()
+    images: ImageFormat | None = None
+
+    @property
+    def encoder(self) -> PreTrainedTokenizerBase | ImageFormat:
+        """What samples are encoded with, see Task.encode."""
+        found = self.tokenizer or self.images
+        assert found is not None, "a model reads texts or images"
+        return found
+
+    @property
+    def pad_id(self) -> int:
+        """The id of the padding token; 0 for images, which have no padding."""
+        return 0 if self.tokenizer is None else int(self.tokenizer.pad_token_id or 0)
 
 
 def load_backbone(model: ModelSettings, head: Head, *, local_hub: str | None = None, seed: int = 0) -> Backbone:
@@ -70,7 +88,7 @@ def load_backbone(model: ModelSettings, head: Head, *, local_hub: str | None = N
     whether a head that the checkpoint has is kept. Dropout of attention probabilities is off; the other dropout rates
     are the model's own, or `model.dropout`.
 
-    Padding is on the right.
+    Padding is on the right. A name of `image_models.BUILT` is a model of images with random weights.
 
     Raises UserError: the name is found nowhere, weights are missing or incomplete, transformers has no such head for
     this model, the dropout is not usable, the quantisation is not possible, there is no head that can be kept, or the
@@ -78,6 +96,8 @@ def load_backbone(model: ModelSettings, head: Head, *, local_hub: str | None = N
     """
     if model.dropout is not None and not 0 <= model.dropout < 1:
         raise UserError(f"model.dropout: found {model.dropout}, expected null or a rate in [0, 1)")
+    if model.name in BUILT:
+        return _build(model, head, seed)
     load = partial(_load, model, head, seed)
     place = hub.find_local("models", model.name, local_hub)
     source = "hub" if place is None else find_model(place, model)
@@ -127,12 +147,15 @@ def _load(
 ) -> Backbone:
     """Loads the backbone from `where`. `options` go to every from_pretrained. A model's own code is never run."""
     options["trust_remote_code"] = False
+    local = options.get("local_files_only", False)
     config = AutoConfig.from_pretrained(where, **head.config, **options)
     if is_causal(head):
         require_causal(model, config)
+    else:
+        _check_kind(model.name, config, head)
     _set_dropout(config, model.dropout)
     _fuse_activation(config)
-    tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    tokenizer = None if _reads_images(head) else AutoTokenizer.from_pretrained(where, **options)
     with _draws_from(seed):
         if model.pretrained:
             net, loaded = _pretrained(model, head, config, where, options)
@@ -144,12 +167,63 @@ def _load(
     start = choose_start(
         model, net, paths, loaded, head, lambda: AutoConfig.from_pretrained(where, **options).id2label or {}
     )
-    _set_padding(model.name, net, tokenizer)
-    net.config.use_cache = False
+    images = None
+    if tokenizer is None:
+        images = image_format(net, Path(where) if local else None)
+    else:
+        _set_padding(model.name, net, tokenizer)
+        net.config.use_cache = False
     net.requires_grad_(False).train(False)
     base = _base_name(model.name, source)
-    notes = template_notes(model.name, tokenizer) if is_causal(head) else ()
-    return Backbone(net, tokenizer, model.name, source, paths, head.task_type, _max_length(net), base, start, notes)
+    length, notes = None, tuple[str, ...]()
+    if tokenizer is not None:
+        length = _max_length(net)
+        notes = template_notes(model.name, tokenizer) if is_causal(head) else ()
+    task = head.task_type
+    return Backbone(net, tokenizer, model.name, source, paths, task, length, base, start, notes, images)
+
+
+def _build(model: ModelSettings, head: Head, seed: int) -> Backbone:
+    """The model of images that is built by its name."""
+    if not _reads_images(head):
+        raise UserError(
+            f"model.name={model.name}: a model of images, found a task of texts; set data.task=image_classification, "
+            f"or name a model of texts"
+        )
+    if model.quantize != "none":
+        raise UserError(f"model.quantize: {model.quantize} needs a pretrained model, but {model.name} begins at random")
+    model = replace(model, pretrained=False)
+    config = built_config(model.name, head)
+    _set_dropout(config, model.dropout)
+    with quiet(), _draws_from(seed):
+        net = _random(model, head, config)
+        if isinstance(config, ViTConfig):
+            start_vit(net)
+    start = choose_start(model, net, find_head(net), Loaded(), head, dict)
+    net.requires_grad_(False).train(False)
+    images = image_format(net, None)
+    return Backbone(net, None, model.name, "built", find_head(net), head.task_type, None, model.name, start, (), images)
+
+
+def _reads_images(head: Head) -> bool:
+    return head.image_size is not None
+
+
+def _check_kind(name: str, config: PreTrainedConfig, head: Head) -> None:
+    """Raises UserError for a model of texts with a head for images, and the other way round."""
+    if type(config) in _auto_class(head)._model_mapping:
+        return
+    kinds = {True: "image_classification", False: "classification"}
+    for images, mapping in (
+        (True, transformers.AutoModelForImageClassification),
+        (False, transformers.AutoModelForSequenceClassification),
+    ):
+        if images != _reads_images(head) and type(config) in mapping._model_mapping:
+            found, expected = ("images", "texts") if images else ("texts", "images")
+            raise UserError(
+                f"model.name={name}: a model of {found} ({config.model_type}), but the data are {expected}; name "
+                f"another model, or set data.task={kinds[images]} with such data"
+            )
 
 
 def _base_name(name: str, source: Path | Literal["hub"]) -> str:

@@ -51,10 +51,10 @@ def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> Pef
         raise UserError(f"model '{backbone.name}': LoRA is attached already; load the backbone again for another")
     targets = find_targets(model, backbone.name, lora.targets)
     _check_rank(model, lora.rank, targets)
-    _start_head(model, backbone, seed)
+    start_head(model, backbone, seed)
     names = [name for name, _ in model.named_modules()]
     config = LoraConfig(
-        task_type=TaskType(backbone.task_type),
+        task_type=None if backbone.task_type is None else TaskType(backbone.task_type),
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
@@ -126,7 +126,7 @@ def _check_trained(adapted: PeftModel, backbone: Backbone, targets: list[str]) -
         raise UserError(f"model '{backbone.name}': PEFT cannot tell modules apart: {', '.join(sorted(surplus))}")
 
 
-def _start_head(model: nn.Module, backbone: Backbone, seed: int) -> None:
+def start_head(model: nn.Module, backbone: Backbone, seed: int) -> None:
     """Converts the head to float32 and, unless the checkpoint's is kept, initialises its Linear layers.
 
     Its other parameters keep their values.

@@ -77,10 +77,13 @@ def lower(model: nn.Module, dtype: torch.dtype | None) -> None:
             module.to(dtype)
 
 
-def frozen_size(model: PeftModel, dim: int) -> tuple[int, int]:
+def frozen_size(model: nn.Module, dim: int) -> tuple[int, int]:
     """The number of frozen parameters and their bytes, for a model with `dim` trainable float32 values.
 
     A packed 4-bit weight counts as the parameters that it encodes. The scales of its blocks are not counted.
     """
-    _, everything = model.get_nb_trainable_parameters()
+    if isinstance(model, PeftModel):
+        _, everything = model.get_nb_trainable_parameters()
+    else:
+        everything = sum(value.numel() for value in model.parameters())
     return everything - dim, sum(value.nbytes for value in model.parameters()) - 4 * dim

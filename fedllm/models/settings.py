@@ -12,15 +12,20 @@ ATTENTION_ROLES = ("query", "key", "value", "output")
 MLP_ROLES = ("mlp_in", "mlp_gate", "mlp_out")
 MLP = "mlp"
 ALL_LINEAR = "all-linear"
+BUILT_NAMES = ("cnn", "resnet18", "resnet18_gn", "vit_tiny")
+"""Models of images that are built by name, with random weights; see image_models."""
 ROLES = (*ATTENTION_ROLES, *MLP_ROLES, MLP, ALL_LINEAR)
 """What lora.targets may name; lora_targets.find_targets says what each stands for."""
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The frozen base model."""
+    """The base model. It is frozen, unless `lora` is null."""
 
-    name: str = setting("openai-community/gpt2", "hub id, folder, or package:<module>")
+    name: str = setting(
+        "openai-community/gpt2",
+        "hub id, folder, or package:<module>; of images also cnn, resnet18, resnet18_gn or vit_tiny from random values",
+    )
     pretrained: bool = setting(True, "load its weights; false asks for a random start")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of the frozen weights")
     quantize: Literal["none", "4bit", "8bit"] = setting("none", "bitsandbytes quantisation of the frozen weights")
@@ -32,11 +37,16 @@ class ModelSettings:
         None,
         "rate of the model's own dropout layers, null = the model's own rates; attention probabilities have none",
     )
+    norm: Literal["average", "local", "group"] = setting(
+        "average",
+        "batch norm where all weights are trained: average = the server averages the clients' running statistics with "
+        "the model; local = each client goes on from its own; group = group norm takes its place before training",
+    )
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The adapter."""
+    """The adapter. `lora: null` trains all weights of the model instead."""
 
     rank: int = setting(16, "rank r")
     alpha: float = setting(32.0, "scale: the adapter counts alpha/r")

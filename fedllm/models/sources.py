@@ -13,7 +13,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from fedllm.common import hub
 from fedllm.common.errors import UserError
-from fedllm.models.settings import ModelSettings
+from fedllm.models.settings import BUILT_NAMES, ModelSettings
 
 _WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
@@ -30,6 +30,8 @@ def check_quantize(model: ModelSettings) -> None:
 
 def check_available(name: str, local_hub: str | None = None) -> None:
     """Raises UserError with the reason unless the model's weights are on this machine or the hub has the model."""
+    if name in BUILT_NAMES:
+        return
     if (place := hub.find_local("models", name, local_hub)) is not None:
         find_model(place, ModelSettings(name=name))
     elif cached_folder(name) is None:

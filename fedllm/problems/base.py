@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,15 +13,34 @@ from fedllm.blocks import BlockPartition
 from fedllm.common.errors import UserError
 
 
+@dataclass(frozen=True)
+class Buffers:
+    """b numbers of a model that training changes without a gradient: the running statistics of batch norm.
+
+    initial [b]: before the first round. local: each client goes on from its own numbers of its last round; otherwise
+    every client begins each round with the server's. The server's are the weighted mean, by the algorithm's weights, of
+    those that the accepted clients of the last round ended with.
+    """
+
+    initial: Tensor
+    local: bool = False
+
+
 class Problem(ABC):
     """N clients, each with its own objective over the same d parameters.
 
     dim: d. num_clients: N. blocks: the partition of the coordinates, or None for one block per coordinate.
+    buffers: None for a model without them. smaller_steps: how a user makes a client's step need less memory.
     """
 
     dim: int
     num_clients: int
     blocks: BlockPartition | None = None
+    buffers: Buffers | None = None
+    smaller_steps: str = (
+        "cut its batches with run.slices=4, or set run.gradient_checkpointing=true (the same result up to rounding), "
+        "or lower local.batch_size or data.max_length"
+    )
 
     @abstractmethod
     def initial(self) -> Tensor:
@@ -35,6 +55,12 @@ class Problem(ABC):
     ) -> tuple[Tensor | None, Tensor]:
         """Mini-batch losses [C], or None if the problem does not compute them, and gradients [C, d]."""
         return None, self.gradient(X, clients, round, step)
+
+    def train_step(
+        self, X: Tensor, buffers: Tensor, clients: Sequence[int], round: int, step: int
+    ) -> tuple[Tensor | None, Tensor]:
+        """The same for a problem with buffers: the clients' rows [C, b], changed in place."""
+        raise NotImplementedError(f"{type(self).__name__} has buffers, and its train_step is missing")
 
     def steps(self, clients: Sequence[int], round: int) -> Tensor | None:
         """Local steps [C] of each client (at least 1), or None: all take the federation's number of steps."""

@@ -36,11 +36,17 @@ def start(problem: Problem, x0: Tensor | None = None) -> Tensor:
 
 
 def loss_and_gradient(
-    problem: Problem, X: Tensor, clients: Sequence[int], round: int, step: int
+    problem: Problem, X: Tensor, clients: Sequence[int], round: int, step: int, buffers: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor]:
-    """Calls problem.loss_and_gradient. Checks shape, dtype, that there is no graph, and that X is unchanged."""
+    """Calls problem.loss_and_gradient, or problem.train_step where there are buffers [C, b], which it changes in place.
+
+    Checks shape, dtype, that there is no graph, and that X is unchanged.
+    """
     before = _version(X)
-    loss, g = problem.loss_and_gradient(X, clients, round, step)
+    if buffers is None:
+        loss, g = problem.loss_and_gradient(X, clients, round, step)
+    else:
+        loss, g = problem.train_step(X, buffers, clients, round, step)
     _require_rows(problem, "gradient", g, X)
     if _version(X) != before:
         raise UserError(

@@ -63,7 +63,7 @@ def _partitions(groups: Sequence[Group]) -> dict[str, ClientData]:
             if run.clients is None or run.clients in found.values():
                 continue
             section = run.recipe["partition"]
-            title = f"{group.task} · {partition_words(section)}"
+            title = f"{group.task} · {partition_words(section, run.clients.column)}"
             seeded = printable(f"{title} · partition seed {section.get('seed')}")
             foldered = printable(f"{title} · {run.folder}")
             found[next(name for name in (title, seeded, foldered) if name not in found)] = run.clients
@@ -109,7 +109,13 @@ def _draw_classes(axes: Axes, clients: ClientData) -> None:
         axes.set_ylabel("share")
         keys = [Patch(color=colour, label=name) for colour, name in zip(COLOURS, names, strict=False)]
         axes.legend(
-            handles=keys, loc="upper left", bbox_to_anchor=(1, 1.03), handlelength=0.9, handleheight=0.9, reverse=True
+            handles=keys,
+            title=printable(clients.column) if clients.column else None,
+            loc="upper left",
+            bbox_to_anchor=(1, 1.03),
+            handlelength=0.9,
+            handleheight=0.9,
+            reverse=True,
         )
     else:
         client, label = np.nonzero(shares)
@@ -123,7 +129,7 @@ def _draw_classes(axes: Axes, clients: ClientData) -> None:
             axes.set_yticks(range(len(names)), names)
         else:
             axes.yaxis.set_major_locator(MaxNLocator(12, integer=True))
-            axes.set_ylabel("class")
+            axes.set_ylabel(printable(clients.column or "class"))
 
 
 def _bars(axes: Axes, low: np.ndarray, high: np.ndarray, colour: str) -> None:

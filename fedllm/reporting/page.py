@@ -25,8 +25,8 @@ _RESULT_SECTIONS = ("machine", "versions")  # of result.json; an unfinished run 
 _HALF = 540  # points: the largest width of a figure that shares a line with another one
 _CLIENTS = (
     "Clients' labels",
-    "Top: the number of samples of each client. Bottom: the share of each class among them. Many classes are drawn as "
-    "bubbles: the area of a bubble is the share.",
+    "Top: the number of samples of each client. Bottom: the share of each class among them, or of each value of a "
+    "column where samples have no labels. Many classes are drawn as bubbles: the area of a bubble is the share.",
 )
 _OTHERS = {
     "client_labels": _CLIENTS,

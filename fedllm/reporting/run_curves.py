@@ -77,7 +77,8 @@ def subtitle(run: RunRecord) -> str:
         outcome.append("target not reached" if hit is None else f"target reached in round {hit}")
     if not run.finished:
         outcome.append(f"unfinished, {_rounds(federation['rounds'])} planned")
-    setting = [partition_words(run.recipe["partition"]), f"{federation['clients_per_round']} per round"]
+    column = run.clients.column if run.clients else None
+    setting = [partition_words(run.recipe["partition"], column), f"{federation['clients_per_round']} per round"]
     return " · ".join([*setting, f"seed {run.seed}"]) + "\n" + " · ".join(outcome)
 
 
@@ -85,15 +86,18 @@ def _rounds(count: int) -> str:
     return "1 round" if count == 1 else f"{count} rounds"
 
 
-def partition_words(section: dict[str, Any]) -> str:
-    """The partition and its clients in words. With a file or a column, partition.clients does not count."""
+def partition_words(section: dict[str, Any], column: str | None = None) -> str:
+    """The partition and its clients in words. With a file or a column, partition.clients does not count.
+
+    column: the column whose values stand in for classes, for data without labels.
+    """
     if section.get("file"):
         return printable(f"clients of {Path(str(section['file'])).name}")
     if section["scheme"] == "by_column":
         return printable(f"one client per {section.get('column')}")
     alpha = setting_text(section.get("alpha"))
     schemes = {
-        "dirichlet_classes": f"Dirichlet({alpha}) over classes",
+        "dirichlet_classes": f"Dirichlet({alpha}) over {column or 'classes'}",
         "dirichlet_clients": f"Dirichlet({alpha}) over clients",
         "shards": f"{section.get('shards_per_client')} shards per client",
         "iid": "IID",

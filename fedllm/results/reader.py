@@ -12,7 +12,7 @@ import yaml
 
 from fedllm.algorithms import canonical_name
 from fedllm.common.errors import UserError
-from fedllm.config.recipe import own_keys
+from fedllm.config.recipe import OPTIONAL, own_keys
 from fedllm.results.checks import older_start, require_agreement, require_totals
 from fedllm.results.data_digests import read_digests, with_digests
 from fedllm.results.format import COSTS, LOSS, Sections, is_number, outcome, totals
@@ -49,7 +49,7 @@ def load_run(folder: str | Path) -> RunRecord:
         raise UserError(f"{folder}: cannot be read: nested too deep; damaged") from None
     except DamagedError as error:
         raise UserError(f"{folder}: {error}") from None
-    clients = ClientData(partition["sizes"], partition["classes"], partition["counts"] or []) if partition else None
+    clients = _clients(partition) if partition else None
     digests = read_digests(folder, partition)
     return RunRecord(folder, recipe, rounds, result, start, clients, digests, answers)
 
@@ -134,9 +134,11 @@ def _read_recipe(path: Path) -> Sections:
         recipe = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
         raise DamagedError(f"recipe.yaml is not YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(recipe, dict) or not all(isinstance(section, dict) for section in recipe.values()):
+    if not isinstance(recipe, dict) or not all(
+        isinstance(section, dict) or (name in OPTIONAL and section is None) for name, section in recipe.items()
+    ):
         raise DamagedError("recipe.yaml has no sections with keys and values; not a run folder, or damaged")
-    flat = {f"{section}.{key}": value for section, values in recipe.items() for key, value in values.items()}
+    flat = {f"{section}.{key}": value for section, values in recipe.items() for key, value in (values or {}).items()}
     checked(flat, RecipeKeys, "recipe.yaml", "not a run folder, or damaged")
     return {section: own_keys(section, values) for section, values in recipe.items()}
 
@@ -187,6 +189,11 @@ def _read_answers(path: Path) -> list[dict[str, str]]:
             raise DamagedError(f"{path.name}, line {number} is not JSON: {error}; damaged") from error
         found.append(checked(line, Answer, f"{path.name}, line {number}"))
     return found
+
+
+def _clients(partition: dict[str, Any]) -> ClientData:
+    counts = partition["counts"] or []
+    return ClientData(partition["sizes"], partition["classes"], counts, partition.get("column"))
 
 
 def _read_json(path: Path) -> Any:

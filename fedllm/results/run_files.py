@@ -133,6 +133,7 @@ class Clients(TypedDict):
     sizes: Annotated[list[Count], Field(min_length=1, description="a list of whole numbers")]
     classes: Annotated[list[str], Field(description="a list of words")]
     counts: Annotated[list[list[Count]] | None, Field(description="null or a list of whole numbers for each client")]
+    column: NotRequired[Annotated[str | None, Field(description="null or a word")]]
     data: NotRequired[Annotated[dict[str, str], Field(description="a digest for each split")]]
 
 

@@ -20,12 +20,14 @@ _GENERIC = ("train", "training", "data")
 class ClientData:
     """partition.json: the number of samples per client, and per client and class.
 
-    sizes: [N]. counts: [N, classes], or [] if samples have no classes.
+    sizes: [N]. counts: [N, classes], or [] if samples have no classes. column: the column whose values are the classes,
+    for data without labels.
     """
 
     sizes: list[int]
     classes: list[str]
     counts: list[list[int]]
+    column: str | None = None
 
 
 @dataclass(frozen=True)

@@ -75,5 +75,7 @@ def _differences(found: Sections, base: Sections) -> Iterator[str]:
     for section, values in found.items():
         below = base[section]
         changed = {key: value for key, value in values.items() if key not in below or below[key] != value}
+        if below and not values:
+            yield f"{section}: null"
         if changed:
             yield f"{section}: {{{', '.join(f'{key}: {setting_text(value)}' for key, value in changed.items())}}}"

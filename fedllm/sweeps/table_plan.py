@@ -11,7 +11,7 @@ from fedllm.algorithms import canonical_name
 from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
 from fedllm.config.recipe import Recipe, load_recipe
-from fedllm.sweeps.paper_tables import SMALL, TABLES, PaperTable
+from fedllm.sweeps.paper_tables import TABLES, PaperTable
 from fedllm.sweeps.suite_plan import require_no_dir, require_recipes_folder
 
 Cell = tuple[str, str]  # method, task
@@ -76,8 +76,9 @@ def plan_table(
 ) -> TablePlan:
     """The plan of a table; see `fedllm.sweeps.table_suite.run_table`.
 
-    model: the paper's by default, or SMALL. algorithms, tasks: () for all of the table. seeds: () for the recipes' own.
-    out: the folder in which the table has a folder of its own. Raises UserError for a mistake in any of them.
+    model: the paper's by default, or the table's small_model. algorithms, tasks: () for all of the table. seeds: ()
+    for the recipes' own. out: the folder in which the table has a folder of its own. Raises UserError for a mistake in
+    any of them.
     """
     table = TABLES[name]
     chosen = model or table.model
@@ -122,11 +123,11 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return seeds
 
 
-def small_model(small: bool, model: str | None) -> str | None:
+def small_model(table: PaperTable, small: bool, model: str | None) -> str | None:
     """The model that `--small` and `--model` ask for. Raises UserError if they contradict each other."""
-    if small and model not in (None, SMALL):
-        raise UserError(f"--small runs the model {SMALL}, but --model says {model}; give one of them")
-    return SMALL if small else model
+    if small and model not in (None, table.small_model):
+        raise UserError(f"--small runs the model {table.small_model}, but --model says {model}; give one of them")
+    return table.small_model if small else model
 
 
 def _require(table: str, what: str, found: Sequence[str], known: list[str]) -> None:

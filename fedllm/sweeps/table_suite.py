@@ -32,7 +32,6 @@ from fedllm.reporting.quantities import target_words
 from fedllm.reporting.score_table import Beside
 from fedllm.results.reader import load_run
 from fedllm.results.run_record import RunRecord
-from fedllm.sweeps.paper_tables import SMALL
 from fedllm.sweeps.table_plan import Cell, TablePlan
 
 
@@ -59,7 +58,7 @@ def _check(plan: TablePlan) -> None:
     except UserError as error:
         advice = (
             ""
-            if plan.model == SMALL
+            if plan.model == plan.table.small_model
             else f"\nThe same table with a small model for a CPU: fedllm suite {plan.name} --small"
         )
         raise UserError(f"{plan.name}: {error}{advice}") from error
@@ -68,9 +67,9 @@ def _check(plan: TablePlan) -> None:
 def read_paper(plan: TablePlan) -> Printed:
     """The paper's cells. {} where the folder of the recipes has none. Raises UserError."""
     table = plan.table
-    if table.to_target:
-        path = plan.printed / f"{plan.name.replace('-', '_')}.csv"
-        return read_printed(path, (ROUNDS, MINUTES)) if path.is_file() else {}
+    path = plan.printed / f"{plan.name.replace('-', '_')}.csv"
+    if path.is_file():
+        return read_printed(path, (ROUNDS, MINUTES) if table.to_target else (SCORE,))
     paths = {method: plan.printed / f"glue_{table.model}_{method}.csv" for method in table.methods}
     columns = {method: Beside.read(path, table.tasks) for method, path in paths.items() if path.is_file()}
     return {(method, task, SCORE): cell for method, column in columns.items() for task, cell in column.cells.items()}
@@ -116,7 +115,7 @@ def _write(plan: TablePlan) -> None:
         quantities=(ROUNDS, MINUTES) if table.to_target else (SCORE,),
         runs={cell: [*_finished(plan, cell)] for cell in plan.recipes},
         printed=read_paper(plan),
-        averaged=() if table.to_target else table.tasks,
+        averaged=table.tasks if table.average else (),
         notes=[*_notes(plan)],
     )
     with run_lock(plan.out / "report", wait=True):
@@ -155,8 +154,8 @@ def _notes(plan: TablePlan) -> Iterator[str]:
     said = "; ".join(f"{', '.join(tasks)}: {federation}" for federation, tasks in federations.items())
     yield f"Recipes <task>_{table.models[plan.model]}. {said}."
     yield f"The paper's numbers: {table.title}, means of {table.trials} trials."
-    if plan.model == SMALL:
-        yield f"The small model, federation and length are not those of {table.model}; compare the order of methods."
+    if plan.model == table.small_model:
+        yield f"The small model and federation are not those of {table.model}; compare the order of methods."
     if table.to_target:
         targets = {task: plan.recipes[method, task].eval.target for method, task in plan.recipes}
         said = ", ".join(f"{task} {target_words(target)}" for task, target in targets.items() if target)

@@ -4,8 +4,8 @@ Outside this room, outputs and targets are tensors with one row per sample, whic
 
 A causal language model fits: a sample's targets are the tokens to learn, and `losses` gives the mean over these tokens.
 Its `evaluate` gets four sums per sample as outputs [n, 4] (log-likelihood, tokens, right tokens, all right), for which
-one method is to be added that makes them from a batch's logits before the next batch is computed. Images fit: `encode`
-gives pixels in place of tokens, and the rest is that of sequence classification.
+one method is to be added that makes them from a batch's logits before the next batch is computed. Of images, `encode`
+gives pixels in place of tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedllm.common.console import ProgressCallback
+    from fedllm.data.conversations.options import Options
     from fedllm.data.loading import Split
-    from fedllm.data.tokenization import Tokens
+    from fedllm.data.samples import Samples
     from fedllm.tasks.heads import Head
 
 LOSS = "eval_loss"  # the name of an evaluation's loss, beside a task's scores
@@ -67,11 +68,17 @@ class Task(ABC):
         """The kind of the targets in a few words, for the plan: "5 classes", "a regression"."""
 
     @abstractmethod
-    def encode(self, split: Split, tokenizer: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
-        """The n samples of a split as tokens and targets, each sample cut to `max_length` tokens.
+    def encode(self, split: Split, encoder: Any, max_length: int, progress: ProgressCallback | None = None) -> Samples:
+        """The n samples of a split as a model reads them, with their targets.
 
-        Raises UserError for a length or a tokenizer that the samples cannot be encoded with.
+        encoder: what the model says of its input (Backbone.encoder): a tokenizer, with which each text is cut to
+        `max_length` tokens, or an ImageFormat. Raises UserError for a length or a tokenizer that the samples cannot be
+        encoded with.
         """
+
+    def options(self, split: Split, tokenizer: Any, max_length: int) -> Options | None:
+        """The options of the split's multiple-choice questions as samples; None without such questions."""
+        return None
 
     @abstractmethod
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -80,6 +87,10 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """The mean loss, named LOSS, and then `metric_names` of n samples: outputs [n, L], targets [n], on the CPU."""
+
+    def choose(self, outputs: Tensor, options: Options) -> dict[str, float]:
+        """The scores of multiple-choice questions, by the outputs [n, L] of their n options."""
+        return {}
 
     @abstractmethod
     def predictions(self, outputs: Tensor) -> list[Any]:

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from fedllm.common.console import ProgressCallback
 from fedllm.data.conversations.encoding import encode_conversations
+from fedllm.data.conversations.options import Options, encode_options
 from fedllm.data.loading import Split
 from fedllm.data.settings import DataSettings
 from fedllm.data.tokenization import Tokens
-from fedllm.tasks.base import LOSS, Task
+from fedllm.tasks.base import LOSS, PERPLEXITY, Task
 from fedllm.tasks.heads import language_head
 
-SCORES = ("token_accuracy", "perplexity", "exact_match")
+SCORES = ("token_accuracy", PERPLEXITY, "exact_match")
+CHOICE_SCORES = ("choice_accuracy", "choice_accuracy_norm")
 
 
 class CausalLM(Task):
@@ -33,13 +35,16 @@ class CausalLM(Task):
         """settings: the template, and what is learned and cut; by default those of a recipe that gives none."""
         self._settings = settings or DataSettings(task="causal_lm")
         self.head = language_head()
-        self.metric_names = SCORES
+        self.metric_names = (*CHOICE_SCORES, *SCORES) if self._settings.choices else SCORES
 
     def describe(self) -> str:
         return "next tokens"
 
-    def encode(self, split: Split, tokenizer: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
-        return encode_conversations(split, tokenizer, self._settings, max_length, progress)
+    def encode(self, split: Split, encoder: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
+        return encode_conversations(split, encoder, self._settings, max_length, progress)
+
+    def options(self, split: Split, tokenizer: Any, max_length: int) -> Options | None:
+        return encode_options(split, tokenizer, self._settings, max_length)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs[:, 0]
@@ -49,6 +54,14 @@ class CausalLM(Task):
         mean = loss / tokens
         scores = (right / tokens, math.exp(mean) if mean < 700 else math.inf, whole / len(outputs))
         return {LOSS: mean, **dict(zip(SCORES, scores, strict=True))}
+
+    def choose(self, outputs: Tensor, options: Options) -> dict[str, float]:
+        """The scores of multiple-choice questions, as the LM Evaluation Harness defines acc and acc_bytes: the share of
+        questions of which the right option is the likeliest one. choice_accuracy: by the sum of its tokens'
+        log-likelihoods; choice_accuracy_norm: by this sum per byte. outputs [n, 4]: of the options."""
+        likelihoods = -outputs[:, 0].double()
+        values = (likelihoods, likelihoods / options.bytes)
+        return {name: options.accuracy(value) for name, value in zip(CHOICE_SCORES, values, strict=True)}
 
     def predictions(self, outputs: Tensor) -> list[Any]:
         raise NotImplementedError("the answers of a language model are generated, token by token")

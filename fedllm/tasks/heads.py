@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedllm.common.errors import UserError
@@ -16,13 +16,15 @@ class Head:
     auto_class: the name of the transformers class that loads a base model with this head. task_type: PEFT's name of
     this kind of head, which adapter_config.json repeats. config: keys of the model's config; they replace those of the
     checkpoint, which may be of another task. classes: the names of the outputs in their order; () if outputs are no
-    classes, so that their names do not say which is which.
+    classes, so that their names do not say which is which. task_type: None for a kind that PEFT has no name for.
+    image_size: the side of the images of a model that is built by name (models.image_models), None for texts.
     """
 
     auto_class: str
-    task_type: str
+    task_type: str | None
     config: dict[str, Any]
     classes: tuple[str, ...] = ()
+    image_size: int | None = None
 
 
 def language_head() -> Head:
@@ -50,3 +52,12 @@ def sequence_head(num_labels: int, *, regression: bool = False, label_names: Seq
         "problem_type": "regression" if regression else "single_label_classification",
     }
     return Head("AutoModelForSequenceClassification", "SEQ_CLS", config, () if regression else tuple(names))
+
+
+def image_head(label_names: Sequence[str], image_size: int) -> Head:
+    """A head that gives one output per class of images. label_names: the classes in the order of their ids.
+
+    Raises UserError if there is no class.
+    """
+    head = sequence_head(len(label_names), label_names=label_names)
+    return replace(head, auto_class="AutoModelForImageClassification", task_type=None, image_size=image_size)

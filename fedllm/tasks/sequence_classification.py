@@ -1,4 +1,4 @@
-"""The class, or the value, of a whole text: the tasks with one label per sample."""
+"""The class of a sample, and the class, or the value, of a whole text: the tasks with one label per sample."""
 
 from __future__ import annotations
 
@@ -18,27 +18,20 @@ from fedllm.tasks.heads import sequence_head
 from fedllm.tasks.metrics import METRICS, NO_ANSWER, Scores, TaskMetric
 
 
-class SequenceClassification(Task):
-    """One of C classes per text or pair of texts; the loss is the cross-entropy.
+class Classification(Task):
+    """One of C classes per sample; the loss is the cross-entropy.
 
     classes: their C names in the order of their ids. metric: a key of metrics.METRICS.
 
     Outputs are logits [n, C], targets int64 ids [n]. A sample whose logits are not all numbers counts as wrong.
-    The classifiers of GPT-2, Llama and their like read the last token that is not the pad token and do not look at the
-    attention mask. Where pad is eos, an eos that ends a text is therefore never the token read: padding cannot change
-    the logits, but such an eos adds nothing.
     """
 
     def __init__(self, classes: Sequence[str], metric: str) -> None:
         self.classes = tuple(classes)
-        self.head = sequence_head(len(self.classes), label_names=self.classes)
         self._metric, self.metric_names = metric, METRICS[metric][0]
 
     def describe(self) -> str:
         return f"{len(self.classes)} classes"
-
-    def encode(self, split: Split, tokenizer: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
-        return tokenize(split, tokenizer, max_length, progress)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="none")
@@ -57,6 +50,22 @@ class SequenceClassification(Task):
         return [np.bincount(split.labels[part], minlength=len(self.classes)).tolist() for part in parts]
 
 
+class SequenceClassification(Classification):
+    """The class of a text or a pair of texts.
+
+    The classifiers of GPT-2, Llama and their like read the last token that is not the pad token and do not look at the
+    attention mask. Where pad is eos, an eos that ends a text is therefore never the token read: padding cannot change
+    the logits, but such an eos adds nothing.
+    """
+
+    def __init__(self, classes: Sequence[str], metric: str) -> None:
+        super().__init__(classes, metric)
+        self.head = sequence_head(len(self.classes), label_names=self.classes)
+
+    def encode(self, split: Split, encoder: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
+        return tokenize(split, encoder, max_length, progress)
+
+
 class SequenceRegression(Task):
     """One number per text or pair of texts; the loss is the squared error.
 
@@ -70,8 +79,8 @@ class SequenceRegression(Task):
     def describe(self) -> str:
         return "a regression"
 
-    def encode(self, split: Split, tokenizer: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
-        return tokenize(split, tokenizer, max_length, progress)
+    def encode(self, split: Split, encoder: Any, max_length: int, progress: ProgressCallback | None = None) -> Tokens:
+        return tokenize(split, encoder, max_length, progress)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(outputs[:, 0], targets.float(), reduction="none")

@@ -26,8 +26,13 @@ def test_the_recipes_are_all_here() -> None:
     gpt2 = ("20news", "qqp", "qnli", "sst2")
     families |= {f"{task}_gpt2" for task in gpt2} | {f"{task}_gc_minilm" for task in (*gpt2, "bbcnews")}
     families |= {"20news_minilm", "bbcnews_minilm"}
-    single = {"quickstart", "qqp_fadamgc", "20news_fadamgc"}
+    single = {"quickstart", "qqp_fadamgc", "20news_fadamgc", "shakespeare_gpt2"}
     single |= {f"sst2_{name}" for name in ("fadamgc", "fedadamw", "localadam", "localadamw")}
+    images = ("cifar10", "cifar100", "tiny_imagenet")
+    families |= {f"{task}_{model}" for task in images for model in ("gc_resnet18", "pt_resnet18", "gc_cnn", "cnn")}
+    families |= {f"cifar100{alpha}_{model}" for alpha in ("", "_dir06") for model in ("resnet18", "vit_tiny", "cnn")}
+    single |= {"cifar100_swin", "tiny_imagenet_swin", "cifar100_vit_base", "cifar10_small"}
+    single |= {f"instruct_{name}" for name in ("smollm2", "flowertune", "openfedllm")}
     assert {path.stem for path in RECIPES} == families | single
     everything = {path.parent.name for path in (REPO / "recipes").rglob("*.yaml")}
     assert everything == {"recipes", "base", "sweeps"}  # bases are tested through what extends them, sweeps beside
@@ -160,7 +165,7 @@ def test_mistakes_in_the_table_of_algorithms_are_named(tmp_path: Path, table: st
         ("algorithm=''", r"r.yaml: algorithm.name: unknown algorithm ''; known: fa_nt"),
         ("algorithm.name=null", r"algorithm.name: found None, expected an algorithm"),
         ("algorithm=3", r"r.yaml: algorithm: found 3, expected keys and values \(given as the override"),
-        ("lora=null", r"r.yaml: lora: found None, expected keys and values"),
+        ("run=null", r"r.yaml: run: found None, expected keys and values"),
         ("run.seed=" + 400 * "9" + ".0", r"run.seed: found inf, expected a whole number"),
         ("run.threads=100000", r"run.threads: found 100000, expected at most 1024"),
         ("algorithm.lr=2021-99-99", r"override 'algorithm.lr=2021-99-99': the value is not readable as YAML: month"),

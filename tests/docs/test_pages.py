@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from causal_checkpoints import save_causal
 from repository import REPO
+from tiny_models import WORDS
 
 from fedllm import load_recipe
 from fedllm.cli.commands import _parser, main
@@ -37,7 +40,7 @@ def test_the_pages_have_what_this_file_tests() -> None:
     assert len(blocks("python", TEXTS["README.md"])) == 3
     assert len(COMMANDS) >= 20
     assert len(ADAPTER) == 5
-    assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [1, 0, 1, 1, 0, 1, 0, 0, 0]
+    assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [2, 0, 1, 1, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("command", dict.fromkeys([*MADE, "make docs", "make gpu-bench", "make lint"]))
@@ -105,6 +108,30 @@ def test_recipe_of_your_own_data(tmp_path: Path) -> None:
     (code,) = (code for code in blocks("yaml") if "recipes/mine.yaml" in code)
     (tmp_path / "mine.yaml").write_text(code)
     assert load_recipe(tmp_path / "mine.yaml").partition.column == yaml.safe_load(code)["partition"]["column"]
+
+
+def test_recipe_of_chats(tmp_path: Path) -> None:
+    """One round of it, with a tiny model."""
+    (code,) = (code for code in blocks("yaml", TEXTS["README.md"]) if "recipes/chats.yaml" in code)
+    (tmp_path / "chats.yaml").write_text(code)
+    save_causal(tmp_path / "model", "llama", max_position_embeddings=512)
+    chats = [
+        {
+            "messages": [{"role": "user", "content": f"the {word} ran"}, {"role": "assistant", "content": word}],
+            "site": site,
+        }
+        for word in WORDS
+        for site in "ab"
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    words = [
+        f"model.name={tmp_path / 'model'}",
+        f"data.train={tmp_path / 'chats.jsonl'}",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    assert main(["run", str(tmp_path / "chats.yaml"), *words, "federation.rounds=1", "eval.new_tokens=3"]) == 0
+    assert set(json.loads((tmp_path / "run" / "result.json").read_text())["by"]["values"]) == {"a", "b"}
+    assert len((tmp_path / "run" / "samples.jsonl").read_text().splitlines()) == 4
 
 
 def test_recipe_that_extends_another(tmp_path: Path) -> None:

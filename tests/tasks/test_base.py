@@ -14,8 +14,14 @@ from fedllm.tasks.metrics import METRICS
 
 PACKAGE = Path(fedllm.__file__).parent
 KNOWING = ("tasks", "data")
-# Where errors tell the user of logits, or the losses of a language model are computed from them, a chunk at a time.
-TELLING = {"problems/lora/compatibility.py", "problems/lora/frozen_head.py", "problems/lora/readout.py"}
+# Where errors tell the user of logits, the losses of a language model are computed from them, a chunk at a time, or a
+# model's output is named so by transformers.
+TELLING = {
+    "models/conv_nets.py",
+    "problems/lora/compatibility.py",
+    "problems/lora/frozen_head.py",
+    "problems/lora/readout.py",
+}
 
 
 def words(source: str) -> set[str]:

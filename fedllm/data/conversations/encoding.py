@@ -47,7 +47,8 @@ def encode_conversations(
             progress("tokenizing", rows.stop, len(split))
     _require_some(found, settings, max_length)
     plain = any(conversation.is_text for conversation in split.conversations)
-    return _tokens(found, split, _notes(found, cut, str(settings.too_long), plain, max_length))
+    notes = _notes(found, cut, str(settings.too_long), plain, max_length)
+    return tokens_of([marked or Marked([], []) for marked in found], torch.from_numpy(split.labels.copy()), notes)
 
 
 class Encoder:
@@ -133,15 +134,15 @@ def _notes(found: list[Marked | None], cut: int, rule: str, plain: bool, max_len
     )
 
 
-def _tokens(found: list[Marked | None], split: Split, notes: tuple[str, ...]) -> Tokens:
-    rows = [marked or Marked([], []) for marked in found]
+def tokens_of(rows: list[Marked], targets: torch.Tensor, notes: tuple[str, ...] = ()) -> Tokens:
+    """The tokens of n marked samples, end to end. targets [n], notes: see Tokens."""
     lengths = [len(marked.ids) for marked in rows]
     total = sum(lengths)
     return Tokens(
         input_ids=torch.from_numpy(np.fromiter(chain.from_iterable(marked.ids for marked in rows), np.int32, total)),
         token_type_ids=None,
         offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])),
-        targets=torch.from_numpy(split.labels.copy()),
+        targets=targets,
         learned=torch.from_numpy(np.fromiter(chain.from_iterable(marked.learned for marked in rows), np.bool_, total)),
         notes=notes,
     )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedllm.data.conversations.conversation import prompts
 from fedllm.data.conversations.formats import Columns, find_columns, read_conversations
 from fedllm.data.conversations.shell_commands import NAME, OTHERS, TRAIN, read_shell_commands
 from fedllm.data.groups import column_values, group_ids, in_order, value_name
 from fedllm.data.split import Split
-from fedllm.data.tables import Table
+from fedllm.data.tables import Table, read_table
 
 if TYPE_CHECKING:
     from fedllm.data.settings import DataSettings
@@ -60,11 +60,21 @@ def read_conversation_splits(
     return {role: _grouped(split, group_column, names) for role, split in splits.items()}, tuple(names), notes
 
 
+def read_conversation_file(settings: DataSettings, path: Path) -> tuple[Split, list[str]]:
+    """The conversations of a file, in the format and the columns of the settings, and notes for the user.
+
+    Raises UserError as read_table and read_conversations do.
+    """
+    table = read_table(path, text=TEXT_COLUMNS + named_columns(settings))
+    split, notes = _read_split(table, find_columns(settings, table))
+    return split, [*table.notes, *notes]
+
+
 def _read_split(table: Table, columns: Columns) -> tuple[Split, list[str]]:
     conversations, notes = read_conversations(table, columns)
     rows = np.arange(1, len(table) + 1)
     others = table.without(*columns.of.values())
-    return Split([prompts(conversations)], np.zeros(len(rows), np.int64), others, rows, conversations), notes
+    return Split([], np.zeros(len(rows), np.int64), others, rows, conversations), notes
 
 
 def _grouped(split: Split, column: str, names: list[str]) -> Split:

@@ -63,6 +63,11 @@ def find_template(name: str | None, tokenizer: Any) -> Template:
     return ChatTemplate(tokenizer, found, "the tokenizer's chat template")
 
 
+def is_template_file(name: str) -> bool:
+    """Whether `data.template` names a file."""
+    return name.endswith(".jinja")
+
+
 def read_template(name: str) -> str:
     """The text of a .jinja file, from the current folder. Raises UserError if it cannot be read or does not parse."""
     path = Path(name).expanduser()

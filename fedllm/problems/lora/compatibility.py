@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedllm.common.errors import UserError
 from fedllm.common.memory import out_of_memory
-from fedllm.data.tokenization import Tokens
+from fedllm.data.samples import Samples
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.models.lora import base_model
 from fedllm.problems.lora.readout import Readout
@@ -26,7 +26,7 @@ class IndependenceCheck:
     """
 
     @torch.no_grad()
-    def __init__(self, model: Any, space: ParameterSpace, tokens: Tokens, readout: Readout) -> None:
+    def __init__(self, model: Any, space: ParameterSpace, tokens: Samples, readout: Readout) -> None:
         self._kind = type(base_model(model)).__name__
         x = space.gather(model)
         self.X = x.repeat(2, 1)

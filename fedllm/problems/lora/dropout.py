@@ -12,26 +12,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedllm.common.hashing import M1, M2, mix
 from fedllm.common.seeding import derive
-
-# 32-bit multipliers with good avalanche (Ellis' lowbias32), as int32.
-_M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
-
-
-def _mix(h: Tensor) -> Tensor:
-    """A bijective scramble of int32, in place on `h`, which must be fresh."""
-    h ^= (h >> 16).bitwise_and_(0xFFFF)
-    h *= _M1
-    h ^= (h >> 15).bitwise_and_(0x1FFFF)
-    h *= _M2
-    h ^= (h >> 16).bitwise_and_(0xFFFF)
-    return h
 
 
 def row_keys(seed: int, round: int, step: int, clients: Sequence[int], slots: Tensor) -> Tensor:
     """Keys [C * n] (int32) of a micro-batch's samples, client by client. slots [C, n]: places in its batch."""
     keys = [derive(seed, "dropout", round, client, step) & 0x7FFFFFFF for client in clients]
-    return _mix(torch.tensor(keys, dtype=torch.int32)[:, None] + slots.to(torch.int32) * 0x3504F333).reshape(-1)
+    return mix(torch.tensor(keys, dtype=torch.int32)[:, None] + slots.to(torch.int32) * 0x3504F333).reshape(-1)
 
 
 class Dropout:
@@ -57,11 +45,11 @@ class Dropout:
             return x
         h = (self._of_tokens(x.shape[1]) if x.dim() == 3 else self._of_samples)[layer, ..., None]
         if use:
-            h = _mix(h + (use * 0x5BD1E995 & 0x7FFFFFFF))
+            h = mix(h + (use * 0x5BD1E995 & 0x7FFFFFFF))
         h = h ^ self._of_pairs(x.shape[-1])
-        h *= _M1
+        h *= M1
         h ^= (h >> 15).bitwise_and_(0x1FFFF)
-        h *= _M2
+        h *= M2
         stays = h.view(torch.int16)[..., : x.shape[-1]] >= threshold - 32768
         return x * (stays * (65536 / (65536 - threshold))).to(x.dtype)
 
@@ -74,7 +62,7 @@ class Dropout:
     def _of_samples(self) -> Tensor:
         """[layers, N]."""
         layers = torch.arange(self._layers, dtype=torch.int32, device=self._keys.device)
-        return _mix(self._keys + layers[:, None] * 0x2545F491)
+        return mix(self._keys + layers[:, None] * 0x2545F491)
 
     def _of_tokens(self, length: int) -> Tensor:
         """[layers, R, L] for rows of this length."""
@@ -84,12 +72,12 @@ class Dropout:
                 h = self._of_samples[:, self._sample]
             if position is None:
                 position = torch.arange(length, device=h.device)
-            self._hashes[length] = _mix(h + position.to(torch.int32) * 0x1B873593)
+            self._hashes[length] = mix(h + position.to(torch.int32) * 0x1B873593)
         return self._hashes[length]
 
     def _of_pairs(self, features: int) -> Tensor:
         """[(F + 1) / 2]: one hash serves two features, 16 bits each."""
         if features not in self._pairs:
             numbers = torch.arange((features + 1) // 2, dtype=torch.int32, device=self._keys.device)
-            self._pairs[features] = _mix(numbers)
+            self._pairs[features] = mix(numbers)
         return self._pairs[features]

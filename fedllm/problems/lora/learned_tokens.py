@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedllm.data.tokenization import Tokens, send
+from fedllm.data.pixels import Pixels
+from fedllm.data.samples import Samples
+from fedllm.data.tokenization import send
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,9 @@ class LearnedTokens:
     count: int
 
     @classmethod
-    def within(cls, tokens: Tokens, samples: np.ndarray, begin: np.ndarray) -> LearnedTokens | None:
+    def within(cls, tokens: Samples, samples: np.ndarray, begin: np.ndarray) -> LearnedTokens | None:
         """Those of the samples [N] (-1: none) that begin at the places [N]; None for tokens that nothing learns."""
-        if tokens.learned is None:
+        if isinstance(tokens, Pixels) or tokens.learned is None:
             return None
         offsets = tokens.offsets.numpy()
         lengths = np.where(samples >= 0, offsets[samples + 1] - offsets[samples], 0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedllm.common.profiling import section
+from fedllm.data.pixels import Pixels
 from fedllm.data.tokenization import send
 from fedllm.problems.lora.micro_batches import MicroBatch, whole
 from fedllm.problems.lora.packing import Packed, PackedFormat, attention_window, find_format, pack
@@ -38,6 +39,7 @@ class PackedRows(RowLayout):
     def outputs(self, X: Tensor, micro: MicroBatch, keys: DropoutKeys | None) -> Tensor:
         with section("data"):
             drops = None if keys is None else send(keys(micro.slots), X.device)
+            assert not isinstance(self.tokens, Pixels), "images are not packed"
             rows = pack(self.tokens, micro.samples.numpy(), self.format, equal=self.equal, pad_id=self.pad_id)
             rows = rows.to(X.device)
         with section("forward"):
@@ -51,6 +53,8 @@ def find_packed_rows(padded: PaddedRows, *, equal: bool, tolerance: float) -> Pa
     Tried on some of the samples; see packing.find_format for the tolerance.
     """
     model, tokens, pad_id = padded.model, padded.tokens, padded.pad_id
+    if isinstance(tokens, Pixels):  # all of one length: nothing is to be gained
+        return None
     if padded.lengths.max() > attention_window(model.model):
         return None
     x = model.start[None]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedllm.common.profiling import section
+from fedllm.data.pixels import Pixels
 from fedllm.data.tokenization import send
 from fedllm.problems.lora.learned_tokens import LearnedTokens
 from fedllm.problems.lora.micro_batches import MicroBatch, micro_batches
@@ -41,7 +42,7 @@ class PaddedRows(RowLayout):
             drops = None if keys is None else send(keys(micro.slots), X.device)
             real = micro.samples >= 0
             index = torch.where(real, micro.samples, self._shortest).reshape(-1)
-            inputs = self._inputs(index, X.device, real.reshape(-1), micro.length)
+            inputs = self._inputs(index, X.device, drops, real.reshape(-1), micro.length)
             learned = self._learned(micro.samples.reshape(-1), micro.length, X.device)
         with section("forward"):
             return self.model(X, inputs, drops, learned)
@@ -49,10 +50,11 @@ class PaddedRows(RowLayout):
     def outputs_of(self, X: Tensor, index: Tensor, keys: Tensor | None = None) -> Tensor:
         """Outputs of the head [n, L] for the samples `index` [n], as many for each client, and parameters X [C, d].
 
-        keys [n]: dropout keys of the samples, None for no dropout.
+        keys [n]: dropout keys of the samples, None for no dropout and no augmentation.
         """
         length = int(self.lengths[index].max())
-        return self.model(X, self._inputs(index, X.device, length=length), keys, self._learned(index, length, X.device))
+        learned = self._learned(index, length, X.device)
+        return self.model(X, self._inputs(index, X.device, keys, length=length), keys, learned)
 
     @cached_property
     def _shortest(self) -> int:
@@ -64,12 +66,20 @@ class PaddedRows(RowLayout):
         return None if found is None else found.to(device)
 
     def _inputs(
-        self, index: Tensor, device: torch.device, real: Tensor | None = None, length: int | None = None
+        self,
+        index: Tensor,
+        device: torch.device,
+        keys: Tensor | None = None,
+        real: Tensor | None = None,
+        length: int | None = None,
     ) -> dict[str, Tensor]:
         """The model's inputs for these samples; rows that are not `real` attend to their first token only.
 
-        There is no attention mask where all tokens are real, unless the model is causal (see attention_mask.py).
+        There is no attention mask where all tokens are real, unless the model is causal (see attention_mask.py). Images
+        have neither padding nor a mask; they are augmented by the keys, from which their dropout is drawn as well.
         """
+        if isinstance(self.tokens, Pixels):
+            return {name: send(value, device) for name, value in self.tokens.rows(index, keys).items()}
         inputs = self.tokens.rows(index, length=length, pad_id=self.pad_id)
         mask = inputs["attention_mask"]
         if real is not None:

@@ -32,12 +32,14 @@ class Pass:
     uses: Counter[int] = field(default_factory=Counter)
 
     def by_rows(self, x: Tensor) -> Tensor:
-        """The tokens [rows, L, F] that an adapter reads, also from a model that lays them end to end, [rows * L, F].
+        """The tokens [rows, L, F] that an adapter reads, also from a model that lays them end to end, [rows * L, F], or
+        cuts each row into windows, [rows * windows, tokens, F], as Swin does.
 
         A pass of one sample per row without dropout does not depend on the rows, and gets x as it is.
         """
         rows = sum(self.packed.counts) if self.packed else self.dropout.rows if self.dropout else 0
-        return x.reshape(rows, -1, x.shape[-1]) if rows and x.dim() == 2 else x
+        apart = x.dim() == 2 or (x.dim() == 3 and self.packed is None and len(x) != rows)
+        return x.reshape(rows, -1, x.shape[-1]) if rows and apart else x
 
     def drop(self, x: Tensor, rate: float, layer: int) -> Tensor:
         """Dropout of x [samples, F] or [rows, L, F] by the layer of this number, and one more use of that layer."""

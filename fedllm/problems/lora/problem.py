@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fedllm.blocks import BlockPartition
 from fedllm.common.profiling import section
 from fedllm.data.client_batches import ClientBatches
-from fedllm.data.tokenization import Tokens, send
+from fedllm.data.samples import Samples
+from fedllm.data.tokenization import send
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.models.quantization import settle
-from fedllm.problems.base import Problem
 from fedllm.problems.lora.compatibility import IndependenceCheck
 from fedllm.problems.lora.dropout import row_keys
 from fedllm.problems.lora.engine_settings import EngineSettings
@@ -28,13 +28,10 @@ from fedllm.problems.lora.passes import Passes
 from fedllm.problems.lora.readout import readout_of
 from fedllm.problems.lora.row_layout import DropoutKeys, RowLayout
 from fedllm.problems.lora.stacked_model import StackedModel
-
-Losses = Callable[[Tensor, Tensor], Tensor]
-"""The loss of each sample [n], a sum over its learned tokens where it has any, of the outputs [n, L] (see Readout) and
-the targets [n]; differentiable in the outputs."""
+from fedllm.problems.model_problem import Losses, ModelProblem
 
 
-class LoraProblem(Problem):
+class LoraProblem(ModelProblem):
     """gradient(X [C, d]) of C clients, as many of them in one forward and backward of the base as memory allows.
 
     model: a PEFT model whose trainable parameters, in their order, are the flat vector; it is changed until `release`
@@ -50,7 +47,7 @@ class LoraProblem(Problem):
     def __init__(
         self,
         model: nn.Module,
-        tokens: Tokens,
+        tokens: Samples,
         batches: ClientBatches,
         losses: Losses,
         settings: EngineSettings,
@@ -81,6 +78,10 @@ class LoraProblem(Problem):
     def space(self) -> ParameterSpace:
         """The trainable parameters as one flat vector."""
         return self.model.space
+
+    @property
+    def samples(self) -> Samples:
+        return self.rows.tokens
 
     @property
     def packed(self) -> bool:
@@ -142,7 +143,9 @@ class LoraProblem(Problem):
         return gradients[np.argsort(falling)]
 
     @torch.no_grad()
-    def outputs(self, x: Tensor, tokens: Tokens, part: int = 0, parts: int = 1) -> Tensor:
+    def outputs(
+        self, x: Tensor, tokens: Samples, part: int = 0, parts: int = 1, buffers: Tensor | None = None
+    ) -> Tensor:
         """Outputs of the head [n, L] (float32, CPU) for all samples at x [d], in large batches of similar lengths.
 
         Of these batches only every `parts`-th from number `part` on is computed; the rows of the others are zeros.

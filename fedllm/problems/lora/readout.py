@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fedllm.common.errors import UserError
-from fedllm.data.tokenization import Tokens
+from fedllm.data.pixels import Pixels
+from fedllm.data.samples import Samples
 from fedllm.models.lora import base_model
 from fedllm.problems.lora.frozen_head import FrozenHead
 from fedllm.problems.lora.learned_tokens import LearnedTokens
@@ -43,7 +44,7 @@ class Readout(ABC):
         """Outputs [N, L] in float32. learned: the tokens to predict, None for a classifier."""
 
     @abstractmethod
-    def plain(self, model: Any, inputs: dict[str, Tensor], tokens: Tokens, sample: Tensor) -> Tensor:
+    def plain(self, model: Any, inputs: dict[str, Tensor], tokens: Samples, sample: Tensor) -> Tensor:
         """What `comparable` gives for one sample [1, K], from the model's own logits. inputs: those of that sample."""
 
     def comparable(self, outputs: Tensor) -> Tensor:
@@ -51,9 +52,28 @@ class Readout(ABC):
         return outputs
 
 
-def readout_of(model: Any, tokens: Tokens) -> Readout:
+def readout_of(model: Any, tokens: Samples) -> Readout:
     """The readout for these samples: token by token where the samples have learned tokens."""
+    if isinstance(tokens, Pixels):
+        return ImageReadout(model)
     return TextReadout(model) if tokens.learned is None else TokenReadout(model)
+
+
+class ImageReadout(Readout):
+    """The outputs of a head of images, which are never packed."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def inputs(self, context: PassContext) -> dict[str, Tensor]:
+        raise AssertionError("images are not packed")
+
+    def outputs(self, inputs: dict[str, Tensor], learned: LearnedTokens | None) -> Tensor:
+        return self.plain(self._model, inputs)
+
+    def plain(self, model: Any, inputs: dict[str, Tensor], *_: object) -> Tensor:
+        found: Tensor = model(**inputs).logits
+        return found.float()
 
 
 class TextReadout(Readout):
@@ -82,7 +102,7 @@ class TextReadout(Readout):
         found: Tensor = self._model(**inputs).logits
         return found.float()
 
-    def plain(self, model: Any, inputs: dict[str, Tensor], tokens: Tokens, sample: Tensor) -> Tensor:
+    def plain(self, model: Any, inputs: dict[str, Tensor], tokens: Samples, sample: Tensor) -> Tensor:
         found: Tensor = model(**inputs).logits
         return found.float()
 
@@ -117,7 +137,7 @@ class TokenReadout(Readout):
         sums = each.new_zeros(learned.count, 3).index_add(0, learned.samples, each)
         return torch.cat([sums, (sums[:, 1:2] == sums[:, 2:3]).float()], dim=1)
 
-    def plain(self, model: Any, inputs: dict[str, Tensor], tokens: Tokens, sample: Tensor) -> Tensor:
+    def plain(self, model: Any, inputs: dict[str, Tensor], tokens: Samples, sample: Tensor) -> Tensor:
         """Raises UserError where the head gives other ones."""
         seen: list[Tensor] = []
         layer = base_model(model).get_output_embeddings()

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from fedllm.data.tokenization import Tokens
+from fedllm.data.samples import Samples
 from fedllm.problems.lora.micro_batches import MicroBatch
 from fedllm.problems.lora.stacked_model import StackedModel
 
@@ -21,7 +21,7 @@ DropoutKeys = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RowLayout(ABC):
-    """A way to lay out samples in rows. tokens: the samples. pad_id: the id of padding.
+    """A way to lay out samples in rows. tokens: the samples, texts or images. pad_id: the id of padding.
 
     A batch is the indices of one client's samples. packed: whether a row may hold several samples.
     """
@@ -29,7 +29,7 @@ class RowLayout(ABC):
     packed: ClassVar[bool]
 
     model: StackedModel
-    tokens: Tokens
+    tokens: Samples
     pad_id: int = 0
 
     @cached_property

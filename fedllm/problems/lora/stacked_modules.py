@@ -106,8 +106,12 @@ class CountedDropout(StandIn, nn.Dropout):
         self.number = number
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [samples, F] or [rows, L, F]."""
-        return input if input.dim() > 3 else self.context.current.drop(input, self.p, self.number)
+        """input [samples, F], [rows, L, F] or, where a model cuts rows into windows, [rows * windows, tokens, F]."""
+        if input.dim() > 3:
+            return input
+        now = self.context.current
+        rows = now.by_rows(input) if input.dim() == 3 else input
+        return now.drop(rows, self.p, self.number).view_as(input)
 
 
 class CheckpointedBlock(StandIn):

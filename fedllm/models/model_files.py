@@ -1,0 +1,60 @@
+"""Writes a model whose weights were all trained as a plain transformers folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fedllm.common.errors import RunError, UserError
+from fedllm.common.quiet import quiet
+from fedllm.models.adapter_files import CARD, save_tokenizer
+
+CONFIG = "config.json"
+
+
+def save_model(
+    model: PreTrainedModel,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    card: str | None = None,
+) -> Path:
+    """Writes a model as a folder that from_pretrained reads, in safetensors, and returns its path.
+
+    tokenizer: or an image processor; None for a folder without one. card: the text of README.md. The folder is written
+    under a temporary name and then renamed. A model there is replaced.
+    Raises UserError if `folder` exists and holds no model, OSError or RunError if it cannot be written.
+    """
+    folder = Path(folder).expanduser().resolve()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).exists()):
+        raise UserError(f"{folder}: is no model ({CONFIG} is not in it), so it is not replaced; name another folder")
+    aside, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{part}") for part in ("new", "old"))
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        _write(model, aside, tokenizer, card)
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def _write(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None, card: str | None) -> None:
+    try:
+        with quiet():
+            model.save_pretrained(str(folder))
+    except SafetensorError as error:
+        raise RunError(f"{folder}: the weights could not be written: {error}; make room") from error
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)
+    if card is not None:
+        (folder / CARD).write_text(card, encoding="utf-8")

@@ -1,0 +1,227 @@
+"""The Problem of full-parameter training: clients train all weights of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedllm.blocks import BlockPartition
+from fedllm.common.errors import UserError
+from fedllm.common.profiling import section
+from fedllm.common.seeding import derive
+from fedllm.data.client_batches import ClientBatches
+from fedllm.models.flat_parameters import ParameterSpace
+from fedllm.problems.base import Buffers
+from fedllm.problems.full.batch_reader import BatchReader
+from fedllm.problems.full.pass_memory import measure
+from fedllm.problems.full.plain_model import Mode, PlainModel
+from fedllm.problems.full.samples import Samples
+from fedllm.problems.full.settings import FullSettings
+from fedllm.problems.full.stacked_step import require_stackable, stacked_step
+from fedllm.problems.lora.attention_mask import is_causal
+from fedllm.problems.lora.dropout import row_keys
+from fedllm.problems.lora.evaluation_batches import evaluate, evaluation_batches
+from fedllm.problems.lora.passes import Passes
+from fedllm.problems.lora.row_layout import DropoutKeys
+from fedllm.problems.model_problem import Losses, ModelProblem
+
+
+class FullProblem(ModelProblem):
+    """gradient(X [C, d]) of C clients, one after the other, or with settings.stacked together.
+
+    model: a float32 module whose output has `.logits`; it is not changed. Its trainable parameters, in their order, are
+    the flat vector. samples: of training; those with learned tokens are for a causal language model. batches: who takes
+    which sample at which step. Its seed draws dropout and augmentation too, by (round, step, client), so that how
+    clients are grouped changes nothing. losses: the task's. A client's loss is the sum of its samples' losses by the
+    sum of their sizes, for classifiers the mean.
+
+    A batch that does not fit into a pass is cut, with the same mean; a model with batch norm takes every batch whole.
+    Raises UserError for a model that cannot be trained so.
+    """
+
+    packed = False
+    smaller_steps = (
+        "lower local.batch_size or data.max_length, take a smaller model, or train adapters (leave out lora: null)"
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: Samples,
+        batches: ClientBatches,
+        losses: Losses,
+        settings: FullSettings | None = None,
+        blocks: BlockPartition | None = None,
+    ) -> None:
+        settings = settings or FullSettings()
+        self.model, self.losses, self.batches = PlainModel(model.eval(), settings.autocast), losses, batches
+        self.dim, self.num_clients, self.blocks = self.model.space.dim, len(batches.parts), blocks
+        self.reader = BatchReader(samples, settings.pad_id, is_causal(model))
+        if self.model.buffers.dim:
+            self.buffers = Buffers(self.model.first_buffers, settings.local_buffers)
+        with _drawn_from(0, self.model.start.device):
+            self.passes = Passes.within(measure(self.model, self.reader), settings.pass_bytes)
+        self.stacked = settings.stacked
+        if self.stacked:
+            require_stackable(self.model, self.reader, losses)
+
+    @property
+    def space(self) -> ParameterSpace:
+        return self.model.space
+
+    @property
+    def samples(self) -> Any:
+        return self.reader.samples
+
+    @property
+    def pass_tokens(self) -> float:
+        return self.passes.tokens
+
+    def initial(self) -> Tensor:
+        return self.model.start.clone()
+
+    def steps(self, clients: Sequence[int], round: int) -> Tensor:
+        return torch.tensor([self.batches.steps(client) for client in clients])
+
+    def sizes(self, clients: Sequence[int]) -> Tensor:
+        return torch.tensor([float(len(self.batches.parts[client])) for client in clients])
+
+    def gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> Tensor:
+        return self.loss_and_gradient(X, clients, round, step)[1]
+
+    def loss_and_gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> tuple[Tensor, Tensor]:
+        """Mini-batch losses [C] and gradients [C, d]. New running statistics of a batch norm are forgotten."""
+        return self.train_step(X, self.model.first_buffers.repeat(len(clients), 1), clients, round, step)
+
+    def train_step(
+        self, X: Tensor, buffers: Tensor, clients: Sequence[int], round: int, step: int
+    ) -> tuple[Tensor, Tensor]:
+        with section("data"):
+            batches = [self.batches.indices(client, round, step) for client in clients]
+        losses, gradients = torch.zeros(len(clients), device=X.device), torch.zeros_like(X)
+        with self.model.mode(Mode.TRAIN):
+            for some in self._together(batches):
+                keys = partial(row_keys, self.batches.seed, round, step, clients[some])
+                if some.stop - some.start > 1:
+                    stacked = self.reader.stack(batches[some], X.device, keys)
+                    losses[some], gradients[some] = stacked_step(self.model, self.losses, X[some], stacked)
+                    continue
+                row = some.start
+                seed = derive(self.batches.seed, "dropout", round, step, clients[row])
+                with _drawn_from(seed, X.device), _naming(clients[row], len(batches[row])):
+                    total = self._targets(batches[row])
+                    losses[row] = self._descend(X[row], buffers[row], batches[row], keys, total, gradients[row])
+        return losses, gradients
+
+    def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
+        """Gradients [C, d] of the clients' mean losses over all their samples, without dropout.
+
+        They are computed in batches of batch_size. Batch norm takes the statistics of each batch.
+        """
+        gradients = torch.zeros(len(clients), self.dim, device=x.device)
+        with self.model.mode(Mode.GRADIENT):
+            for row, client in enumerate(clients):
+                part = self.batches.parts[client]
+                total = self._targets(part)
+                for begin in range(0, len(part), size := self.batches.batch_size):
+                    batch, unused = part[begin : begin + size], self.model.first_buffers.clone()
+                    with _naming(client, len(batch)):
+                        self._descend(x, unused, batch, None, total, gradients[row])
+        return gradients
+
+    @torch.no_grad()
+    def outputs(
+        self, x: Tensor, samples: Samples, part: int = 0, parts: int = 1, buffers: Tensor | None = None
+    ) -> Tensor:
+        reader, lengths = BatchReader(samples, self.reader.pad_id), samples.lengths.numpy()
+        batches = evaluation_batches(lengths, self.pass_tokens)
+        own = batches[part::parts]
+
+        def outputs_of(index: Tensor) -> Tensor:
+            batch = reader.read(index.numpy(), x.device)
+            return batch.outputs(self.model.logits(x, buffers, batch.inputs)).cpu()
+
+        found, self.eval_cuts = evaluate(outputs_of, lengths, own or batches[:1], self.eval_cuts)
+        return found if own else torch.zeros_like(found)
+
+    def largest_pass_bytes(self, together: int) -> float:
+        """Bytes that the largest pass saves for its backward for its samples, with `together` clients trained together.
+
+        It is estimated from the longest sample and the largest batch.
+        """
+        most = max(min(len(part), self.batches.batch_size) for part in self.batches.parts)
+        tokens = float(most * int(self.reader.lengths.max()))
+        if self.stacked:
+            tokens = max(tokens, min(tokens * together, self.pass_tokens))
+        elif self.buffers is None:
+            tokens = min(tokens, max(self.pass_tokens, float(self.reader.lengths.max())))
+        return tokens * self.passes.memory.token
+
+    def release(self) -> None:
+        """The model was never changed."""
+
+    def _together(self, batches: Sequence[np.ndarray]) -> Iterator[slice]:
+        """Slices of neighbouring clients that share a pass."""
+        if not self.stacked:
+            return (slice(row, row + 1) for row in range(len(batches)))
+        lengths = self.reader.lengths
+        longest, most = max(int(lengths[batch].max()) for batch in batches), max(map(len, batches))
+        return self.passes.cut([longest * most] * len(batches))
+
+    def _cut(self, batch: np.ndarray) -> list[np.ndarray]:
+        """Places of a batch in parts that fit into a pass, of samples of similar length; a model with batch norm takes
+        the batch whole."""
+        lengths = self.reader.lengths[batch]
+        if self.buffers is not None or len(batch) * int(lengths.max()) <= self.pass_tokens:
+            return [np.arange(len(batch))]
+        return [np.array(part) for part in evaluation_batches(lengths, self.pass_tokens)]
+
+    def _targets(self, batch: np.ndarray) -> int:
+        """How many targets the samples of a batch have."""
+        return int(self.samples.sizes[torch.from_numpy(batch)].sum())
+
+    def _descend(
+        self, x: Tensor, buffers: Tensor, batch: np.ndarray, keys: DropoutKeys | None, total: int, gradient: Tensor
+    ) -> Tensor:
+        """Adds the gradient of the batch's losses by `total` to `gradient` [d]; returns their sum by `total`."""
+        x = x.detach().requires_grad_()
+        x.grad = gradient
+        sum_of_losses = torch.zeros((), device=x.device)
+        for slots in self._cut(batch):
+            with section("data"):
+                read = self.reader.read(batch[slots], x.device, keys, slots)
+            with section("forward"):
+                outputs = read.outputs(self.model.logits(x, buffers, read.inputs))
+                loss = self.losses(outputs, read.targets).sum() / total
+            with section("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+            sum_of_losses += loss.detach()
+        return sum_of_losses
+
+
+@contextmanager
+def _drawn_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers inside are drawn from `seed`; outside, the generators are as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _naming(client: int, samples: int) -> Iterator[None]:
+    """Batch norm's error for a batch of one value per channel, with the client's name."""
+    try:
+        yield
+    except ValueError as error:
+        if "Expected more than 1 value per channel" not in str(error):
+            raise
+        raise UserError(
+            f"client {client}: batch norm needs more than its batch of {samples}; raise partition.min_size, choose a "
+            f"local.batch_size that leaves no such rest, or set model.norm=group"
+        ) from error

@@ -1,0 +1,57 @@
+"""The interface of a problem whose parameters are those of a model, as a run builds it from a recipe."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fedllm.models.flat_parameters import ParameterSpace
+from fedllm.problems.base import Problem
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""The loss of each sample [n], a sum over its learned tokens where it has any, of the outputs [n, L] (see Readout) and
+the targets [n]; differentiable in the outputs."""
+
+
+class ModelProblem(Problem):
+    """Clients that train a model on samples.
+
+    eval_cuts: in how many parts each batch of an evaluation is computed.
+    """
+
+    eval_cuts: int = 1
+
+    @property
+    @abstractmethod
+    def space(self) -> ParameterSpace:
+        """The trainable parameters as one flat vector."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> Any:
+        """The training samples of all clients."""
+
+    @property
+    @abstractmethod
+    def packed(self) -> bool:
+        """Whether a row may hold several samples."""
+
+    @property
+    @abstractmethod
+    def pass_tokens(self) -> float:
+        """Tokens of a pass at most, if one client or sample does not have more, and of a batch of an evaluation."""
+
+    @abstractmethod
+    def outputs(self, x: Tensor, samples: Any, part: int = 0, parts: int = 1, buffers: Tensor | None = None) -> Tensor:
+        """Outputs [n, L] (float32, CPU) for all samples at x [d] and buffers [b], without dropout.
+
+        Of the batches only every `parts`-th from number `part` on is computed; the rows of the others are zeros.
+        Raises RunError where a sample alone does not fit into memory.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Gives the model back as it was."""
