@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fedllm.common.errors import RunError, UserError
 from fedllm.models.adapter_files import adapter_config, adapter_tensors
@@ -37,7 +38,7 @@ def require_gguf(out: Path) -> None:
         raise UserError(f"--out={out}: is a folder; with --gguf expected the name of a file")
 
 
-def save_gguf_adapter(model: PeftModel, out: str | Path, name: str) -> Path:
+def save_gguf_adapter(model: PeftModel | PreTrainedModel, out: str | Path, name: str) -> Path:
     """Writes the adapter in float32 and returns its path; a file there is replaced. name: general.name in the file.
 
     Raises UserError for a model that has no causal language model's adapter, or an architecture that is not in
@@ -46,6 +47,7 @@ def save_gguf_adapter(model: PeftModel, out: str | Path, name: str) -> Path:
     out = Path(out).expanduser()
     require_gguf(out)
     architecture = _architecture(model)
+    assert isinstance(model, PeftModel)
     tensors = _gguf_tensors(model, architecture)
     aside = out.with_name(f".{out.name}.{os.getpid()}.new")
     try:
@@ -59,8 +61,10 @@ def save_gguf_adapter(model: PeftModel, out: str | Path, name: str) -> Path:
     return out
 
 
-def _architecture(model: PeftModel) -> str:
+def _architecture(model: PeftModel | PreTrainedModel) -> str:
     config = model.config
+    if not isinstance(model, PeftModel):
+        raise UserError("--gguf: the run trained all weights, so there is no adapter; export the model without --gguf")
     task: Any = model.peft_config["default"].task_type
     if task != "CAUSAL_LM":
         raise UserError("--gguf: the run trained no causal language model, and llama.cpp has no adapters for others")
