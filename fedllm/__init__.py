@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedllm.common.errors import RunError, UserError
     from fedllm.config.recipe import load_recipe
     from fedllm.experiment.evaluate_run import evaluate_run
-    from fedllm.experiment.export import export_adapter, export_merged
+    from fedllm.experiment.export import export_adapter, export_gguf, export_merged
     from fedllm.experiment.prediction import load_predictor, predict_file
     from fedllm.experiment.push import push_adapter
     from fedllm.experiment.run import run_recipe
@@ -38,6 +38,7 @@ _HOME = {
     "load_predictor": "experiment.prediction",
     "push_adapter": "experiment.push",
     "export_adapter": "experiment.export",
+    "export_gguf": "experiment.export",
     "export_merged": "experiment.export",
     "RunError": "common.errors",
     "UserError": "common.errors",
@@ -50,6 +51,7 @@ __all__ = [
     "UserError",
     "evaluate_run",
     "export_adapter",
+    "export_gguf",
     "export_merged",
     "load_algorithm",
     "load_predictor",

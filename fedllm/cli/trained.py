@@ -1,4 +1,4 @@
-"""The commands that use a trained run: evaluate, predict, export and push."""
+"""The commands that use a trained run: evaluate, predict, export, chat and push."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: Commands) -> None:
-    """Adds evaluate, predict, export and push."""
+    """Adds evaluate, predict, export, chat and push."""
     evaluate = add_command(commands, "evaluate", _evaluate, "scores of a run's adapter, also on a file of your own")
     _add_run(evaluate)
     what = "labelled samples (CSV, JSON lines or parquet); default: the run's validation split"
@@ -29,6 +29,8 @@ def add_commands(commands: Commands) -> None:
     predict.add_argument("--out", type=Path, required=True, metavar="FILE", help=what)
     _add_text(predict)
     predict.add_argument("--probabilities", action="store_true", help="also write the probability of every class")
+    what = "of a language model's answer at most; default: eval.new_tokens of the recipe"
+    predict.add_argument("--new-tokens", type=int, metavar="N", help=what)
 
     export = add_command(
         commands,
@@ -43,8 +45,17 @@ def add_commands(commands: Commands) -> None:
     which = export.add_mutually_exclusive_group()
     which.add_argument("--round", type=int, metavar="N", help="the checkpoint of round N instead, if it is still there")
     which.add_argument("--best", action="store_true", help="that of the best round instead, if it is still there")
+    form = export.add_mutually_exclusive_group()
     what = "the whole model, the adapter merged into its base: a plain transformers folder"
-    export.add_argument("--merge", action="store_true", help=what)
+    form.add_argument("--merge", action="store_true", help=what)
+    what = "the adapter of a language model as a GGUF file for llama.cpp; default <run>/adapter.gguf"
+    form.add_argument("--gguf", action="store_true", help=what)
+
+    chat = add_command(commands, "chat", _chat, "talk with the language model of a run")
+    _add_run(chat)
+    what = "0: the likeliest token each time; above: tokens are drawn, the more freely the higher it is"
+    chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help=f"{what} (default 0)")
+    chat.add_argument("--new-tokens", type=int, default=256, metavar="N", help="of an answer at most (default 256)")
 
     push = add_command(commands, "push", _push, "upload a run's adapter with its model card to the Hugging Face Hub")
     push.add_argument("run", type=Path, help="run folder, or an exported folder")
@@ -99,7 +110,12 @@ def _predict(arguments: argparse.Namespace) -> int:
     require_new_table(arguments.out, arguments.file)
     from fedllm.experiment.prediction_plan import plan_prediction  # loads pyarrow
 
-    options = {"text": arguments.text, "probabilities": arguments.probabilities, "round": arguments.round}
+    options = {
+        "text": arguments.text,
+        "probabilities": arguments.probabilities,
+        "round": arguments.round,
+        "new_tokens": arguments.new_tokens,
+    }
     plan = plan_prediction(arguments.run, arguments.file, arguments.out, **options)  # before torch is loaded
     with importing():
         from fedllm.experiment.prediction import predict_planned
@@ -117,14 +133,27 @@ def _export(arguments: argparse.Namespace) -> int:
     which = {"round": arguments.round, "best": arguments.best}
     plan = plan_export(arguments.run, arguments.out, **which, merge=arguments.merge)  # before torch is loaded
     with importing():
-        from fedllm.experiment.export import export_adapter, export_merged
+        from fedllm.experiment.export import export_adapter, export_gguf, export_merged
 
     from fedllm.common.console import say
 
-    if arguments.merge:
+    if arguments.gguf:
+        say(f"GGUF adapter written to {export_gguf(arguments.run, arguments.out, **which)}")
+    elif arguments.merge:
         say(f"merged model written to {export_merged(arguments.run, arguments.out, **which)}")
     else:
         say(f"{plan.kind} written to {export_adapter(arguments.run, arguments.out, **which)}")
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from fedllm.experiment.chat_plan import check_chat
+
+    check_chat(arguments.run, arguments.round, arguments.temperature, arguments.new_tokens)  # before torch is loaded
+    with importing():
+        from fedllm.experiment.chat import talk
+
+    talk(arguments.run, arguments.round, arguments.temperature, arguments.new_tokens)
     return 0
 
 

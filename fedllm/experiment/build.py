@@ -27,6 +27,7 @@ from fedllm.config.own_files import require_own_files
 from fedllm.config.recipe import FREE_KEYS, Recipe
 from fedllm.data.client_batches import ClientBatches
 from fedllm.data.conversations.options import Options
+from fedllm.data.conversations.templates import keep_template
 from fedllm.data.loading import Dataset
 from fedllm.data.partition_file import digest, get_partition
 from fedllm.data.pixels import Pixels
@@ -79,7 +80,7 @@ class Job:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was chosen for the user while the data and the model were read."""
-        return (*self.dataset.notes, f"head: {self.backbone.start}")
+        return (*self.dataset.notes, f"head: {self.backbone.start}", *self.backbone.notes)
 
     @property
     def setup(self) -> Setup:
@@ -204,6 +205,7 @@ def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone,
     seed = recipe.run.seed
     with stage(f"loading {recipe.model.name}", at_once=True):
         backbone = load_backbone(recipe.model, task.head, local_hub=recipe.run.local_hub, seed=seed)
+        keep_template(recipe.data.template, backbone.tokenizer)
         model = trainable(backbone, recipe, seed)
         nn.Module.to(model, machine.device)
     _check_length(recipe, backbone)

@@ -9,6 +9,7 @@ from peft import PeftModel
 from fedllm.experiment.export_plan import plan_export
 from fedllm.experiment.trained import load_trained
 from fedllm.experiment.trained_files import save_trained
+from fedllm.models.gguf_adapter import SUFFIX, require_gguf, save_gguf_adapter
 from fedllm.models.merged_files import require_free, save_merged
 
 
@@ -41,3 +42,19 @@ def export_merged(
     assert isinstance(run.model, PeftModel), "plan_export refuses runs without adapters"
     card = run.card(merged=True)
     return save_merged(run.model, plan.out, run.backbone.tokenizer, card)
+
+
+def export_gguf(
+    folder: str | Path, out: str | Path | None = None, *, round: int | None = None, best: bool = False
+) -> Path:
+    """Writes the adapter of a causal language model as a GGUF file for llama.cpp; see export_adapter.
+
+    out: by default <run>/adapter.gguf, or <run>/adapter-round-N.gguf; a file there is replaced. Raises UserError also
+    for another model, and for an architecture that is not among gguf_adapter.ARCHITECTURES.
+    """
+    plan = plan_export(folder, out, round, best=best, gguf=True)
+    file = plan.out.with_name(f"{plan.out.name}{SUFFIX}") if out is None else plan.out
+    require_gguf(file)
+    run = load_trained(folder, plan.round)
+    assert isinstance(run.model, PeftModel), "plan_export refuses runs without adapters"
+    return save_gguf_adapter(run.model, file, run.recipe.name)

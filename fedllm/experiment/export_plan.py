@@ -27,17 +27,18 @@ def plan_export(
     *,
     best: bool = False,
     merge: bool = False,
+    gguf: bool = False,
 ) -> ExportPlan:
-    """The plan of export_adapter, or with `merge` of export_merged. Raises UserError for what is wrong."""
+    """The plan of export_adapter, with `merge` of export_merged, with `gguf` of export_gguf. Raises UserError for what
+    is wrong."""
     folder = Path(folder).expanduser()
     if round is not None and best:
         raise UserError(f"--round={round} and --best: found both, expected one of them")
     require_rounds(folder, round)
     recipe = load_recipe(folder / "recipe.yaml")
-    if merge and recipe.lora is None:
-        raise UserError(
-            f"--merge: {folder} trained all weights, so there is no adapter to merge; export the model without --merge"
-        )
+    if (merge or gguf) and recipe.lora is None:
+        option = "--merge" if merge else "--gguf"
+        raise UserError(f"{option}: {folder} trained all weights, so there is no adapter; export it without {option}")
     if merge and (quantize := recipe.model.quantize) != "none":
         raise UserError(
             f"--merge: {folder} was trained on a base with model.quantize={quantize}, whose weights cannot take up an "

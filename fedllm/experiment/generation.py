@@ -109,7 +109,7 @@ def _generate(
     ids, mask = _left_padded(prompts, int(pad), net.device)
     ends = stop_ids(model, tokenizer)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-    settings = GenerationConfig(
+    settings = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=new_tokens, eos_token_id=ends or None, pad_token_id=pad, use_cache=True, **drawn
     )
     with _own_settings_only(net):
@@ -134,7 +134,7 @@ def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
 def _own_settings_only(net: Any) -> Iterator[None]:
     """transformers takes every setting that a call leaves out from the checkpoint's generation_config."""
     kept = net.generation_config
-    net.generation_config = GenerationConfig()
+    net.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

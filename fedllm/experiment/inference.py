@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +14,17 @@ from torch import Tensor, nn
 from fedllm.common.console import ProgressCallback
 from fedllm.common.tensors import shortest
 from fedllm.data.loading import Split
+from fedllm.data.pixels import Pixels
 from fedllm.data.samples import Samples
+from fedllm.data.tokenization import Tokens
 from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.recipe_data import without_left_out
 from fedllm.experiment.trained import TrainedRun
 from fedllm.models.quantization import lower, settle
 from fedllm.problems.full.batch_reader import BatchReader
 from fedllm.problems.lora.evaluation_batches import evaluate, evaluation_batches
+from fedllm.problems.lora.learned_tokens import LearnedTokens
+from fedllm.problems.lora.readout import TextReadout, readout_of
 
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # of a batch, with padding; halved where memory gives out
 
@@ -55,19 +60,30 @@ class Inference:
         nn.Module.to(run.model, self.machine.device)
         self._cuts = 1
 
+    def precision(self) -> AbstractContextManager[Any]:
+        """A context in which the model computes in the precision of the run."""
+        autocast = self.machine.autocast
+        return nullcontext() if autocast is None else torch.autocast(self.machine.device.type, dtype=autocast)
+
     @torch.no_grad()
     def outputs(self, tokens: Samples) -> Tensor:
-        """Outputs of the head [n, L], float32 on the CPU. Raises RunError where a sample alone does not fit."""
+        """Outputs [n, L] of the head, or sums over the learned tokens of a sample (see Readout), float32 on the CPU.
+
+        Raises RunError where a sample alone does not fit.
+        """
         lengths = tokens.lengths.numpy()
-        device, autocast = self.machine.device, self.machine.autocast
+        device, model = self.machine.device, self.run.model
         reader = BatchReader(tokens, self.run.backbone.pad_id)
-        precision = nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
+        readout = TextReadout(model) if isinstance(tokens, Pixels) else readout_of(model, tokens)
 
         def outputs_of(index: Tensor) -> Tensor:
-            batch = reader.read(index.numpy(), device)
-            with precision:
-                found: Tensor = self.run.model(**batch.inputs).logits
-            return batch.outputs(found.float()).cpu()
+            inputs = reader.read(index.numpy(), device).inputs
+            learned = None
+            if isinstance(tokens, Tokens):
+                begin = np.arange(len(index)) * inputs["input_ids"].shape[1]
+                learned = LearnedTokens.within(tokens, index.numpy(), begin)
+            with self.precision():
+                return readout.outputs(inputs, learned and learned.to(device)).cpu()
 
         batches = evaluation_batches(lengths, _BATCH_TOKENS[device.type])
         found, self._cuts = evaluate(outputs_of, lengths, batches, self._cuts)

@@ -19,6 +19,7 @@ from fedllm.config.recipe import Recipe
 from fedllm.data.known_datasets import KNOWN_DATASETS, text_columns
 from fedllm.data.known_images import KNOWN_IMAGES, reads_images
 from fedllm.data.tokenization import pair_separator
+from fedllm.experiment.causal_card import causal_loading, causal_task
 from fedllm.experiment.image_card import image_loading
 from fedllm.experiment.records import versions
 from fedllm.models.loading import Backbone
@@ -27,7 +28,7 @@ from fedllm.results.names import NO_LICENCE, printable, setting_text
 from fedllm.tasks.base import Task
 
 MOST_CLASSES = 30  # classes that a card lists
-_HUB_METRICS = {"macro_f1": "f1", "pearson": "pearsonr"}  # where the Hub has another name
+_HUB_METRICS = {"macro_f1": "f1", "pearson": "pearsonr", "token_accuracy": "accuracy"}  # where the Hub has another name
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ def model_card(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedO
     parts = [
         f"---\n{_metadata(recipe, backbone, task, whole)}---",
         f"# {base} {'fine-tuned' if recipe.model.pretrained else 'trained from random weights'} on {data}",
-        f"A {_kind(recipe, merged)}, trained by federated learning with fedllm.",
-        _table(["", ""], _facts(recipe, task, trained, base, data)),
+        f"A {_kind(recipe, backbone, merged)}, trained by federated learning with fedllm.",
+        _table(["", ""], _facts(recipe, backbone, task, trained, base, data)),
         f"## Scores\n\n{_scores(task, trained.metrics, recipe.run.seed)}",
         f"## Load it\n\n```python\n{_loading(recipe, backbone, task, whole)}```",
         *([_GROUP_NORM] if recipe.model.norm == "group" and not hasattr(backbone.model.config, "norm") else []),
@@ -62,10 +63,10 @@ def model_card(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedO
     return "\n\n".join(parts) + "\n"
 
 
-def _kind(recipe: Recipe, merged: bool) -> str:
+def _kind(recipe: Recipe, backbone: Backbone, merged: bool) -> str:
     if recipe.lora is None:
         return "model with all its weights"
-    return "model with a merged LoRA adapter" if merged else "LoRA adapter with its head"
+    return "model with a merged LoRA adapter" if merged else f"LoRA adapter{_with_head(backbone)}"
 
 
 _WHERE_THE_BASE_IS = (
@@ -91,14 +92,16 @@ def _metadata(recipe: Recipe, backbone: Backbone, task: Task, whole: bool) -> st
         values |= {"base_model": backbone.base_name, "base_model_relation": "finetune" if whole else "adapter"}
     if hub := _data_on_hub(recipe):
         values["datasets"] = [hub]
-    values["pipeline_tag"] = _pipeline(recipe)
+    values["pipeline_tag"] = _pipeline(recipe, task)
     values["metrics"] = list(dict.fromkeys(_HUB_METRICS.get(name, name) for name in task.metric_names))
     values["tags"] = [*(["lora"] if recipe.lora else []), "federated-learning", "fedllm", printable(algorithm)]
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return f"{text}{NO_LICENCE}\n"
 
 
-def _pipeline(recipe: Recipe) -> str:
+def _pipeline(recipe: Recipe, task: Task) -> str:
+    if task.generates:
+        return "text-generation"
     return "image-classification" if reads_images(recipe.data) else "text-classification"
 
 
@@ -131,7 +134,11 @@ def _data_name(recipe: Recipe) -> str:
     return _plain(data.name if data.name.startswith(PACKAGE) or is_hub_name(data.name) else Path(data.name).name)
 
 
-def _facts(recipe: Recipe, task: Task, trained: TrainedOn, base: str, data: str) -> list[list[str]]:
+def _with_head(backbone: Backbone) -> str:
+    return " with its head" if backbone.head else ""
+
+
+def _facts(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedOn, base: str, data: str) -> list[list[str]]:
     model, federation = recipe.model, recipe.federation
     digests = [f"sha256 of the {split} split `{trained.data[split]}`" for split in _SPLITS if split in trained.data]
     quantize = "" if model.quantize == "none" else f", quantised to {model.quantize}"
@@ -144,7 +151,7 @@ def _facts(recipe: Recipe, task: Task, trained: TrainedOn, base: str, data: str)
         ["clients", f"{count}{federation.clients_per_round} train in a round; {_partition(recipe)}"],
         ["algorithm", f"`{_plain(str(recipe.algorithm['name']))}`: {_settings(algorithm)}"],
         ["local training", _local(recipe)],
-        _trained_values(recipe, trained),
+        _trained_values(recipe, backbone, trained),
         ["rounds", f"{trained.metrics[-1]['round']:,}"],
         ["seed", str(recipe.run.seed)],
         ["licence", "to be filled in"],
@@ -154,15 +161,18 @@ def _facts(recipe: Recipe, task: Task, trained: TrainedOn, base: str, data: str)
 _SPLITS = ("training", "validation")
 
 
-def _trained_values(recipe: Recipe, trained: TrainedOn) -> list[str]:
+def _trained_values(recipe: Recipe, backbone: Backbone, trained: TrainedOn) -> list[str]:
     if (lora := recipe.lora) is None:
         norm = "" if recipe.model.norm == "average" else f"; batch norm: {recipe.model.norm}"
         return ["weights", f"all, {trained.dim:,} trained values{norm}"]
     adapter = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "targets": lora.targets}
-    return ["adapter", f"{_settings(adapter)}; {trained.dim:,} trained values with the head"]
+    head = " with the head" if backbone.head else ""
+    return ["adapter", f"{_settings(adapter)}; {trained.dim:,} trained values{head}"]
 
 
 def _task(task: Task, recipe: Recipe) -> str:
+    if task.generates:
+        return _plain(causal_task(recipe))
     what = "an image" if reads_images(recipe.data) else "a pair of texts" if _is_pair(recipe) else "a text"
     if not task.classes:
         return f"{task.describe()}: one number for {what}"
@@ -228,6 +238,8 @@ def _loading(recipe: Recipe, backbone: Backbone, task: Task, whole: bool) -> str
     """Python that loads the folder and answers for one sample."""
     if reads_images(recipe.data):
         return image_loading(backbone, task, whole)
+    if task.generates:
+        return causal_loading(recipe, backbone, whole)
     cut = f"truncation=True, max_length={recipe.data.max_length}"
     place = "this folder, or huggingface_hub.snapshot_download(its name on the Hub)"
     asked = '"a text"'

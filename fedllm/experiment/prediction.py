@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedllm.common.console import LongLoop
 from fedllm.common.errors import RunError, UserError
-from fedllm.data.row_stream import read_chunks
+from fedllm.data.row_stream import Chunk, read_chunks
 from fedllm.data.row_writer import writing
+from fedllm.experiment.answerer import Answerer
 from fedllm.experiment.inference import Inference, Predictions
 from fedllm.experiment.prediction_plan import PREDICTION, PROBABILITY, PredictionPlan, plan_prediction
 from fedllm.experiment.trained import load_trained
@@ -44,16 +45,19 @@ def predict_file(
     text: Sequence[str] | None = None,
     probabilities: bool = False,
     round: int | None = None,
+    new_tokens: int | None = None,
 ) -> PredictedFile:
     """Writes the rows of `file` to `out`, with a column `prediction`; the same as `fedllm predict`.
 
     The kinds of both files follow from their suffixes: .csv, .tsv, .jsonl, .parquet, and .json to read. `prediction` is
-    the name of a class, or a number; with `probabilities` there is a column probability_<class> for
-    each class. Rows keep their order. `out` is replaced when all is written. text: the columns of text, by default
-    those of the run's own data. round: see load_trained.
+    the name of a class, or a number; with `probabilities` there is a column probability_<class> for each class. Of a
+    language model it is the greedy answer to the row's prompt, of at most `new_tokens` tokens (eval.new_tokens by
+    default). Rows keep their order. `out` is replaced when all is written. text: the columns of text, by default those
+    of the run's own data. round: see load_trained.
     Raises UserError for what is wrong with these, before the model is loaded.
     """
-    return predict_planned(plan_prediction(folder, file, out, text=text, probabilities=probabilities, round=round))
+    options = {"text": text, "probabilities": probabilities, "round": round, "new_tokens": new_tokens}
+    return predict_planned(plan_prediction(folder, file, out, **options))  # type: ignore[arg-type]
 
 
 def predict_planned(plan: PredictionPlan) -> PredictedFile:
@@ -62,7 +66,8 @@ def predict_planned(plan: PredictionPlan) -> PredictedFile:
     classes = model.run.task.classes
     if plan.probabilities and not classes:
         raise UserError(f"--probabilities: {plan.folder} predicts numbers, which have none; leave it out")
-    added = _added(classes, plan.probabilities)
+    added = {PREDICTION: str} if plan.questions else _added(classes, plan.probabilities)
+    predict = _predictor(model, plan)
     done = 0
     try:
         with (
@@ -70,13 +75,20 @@ def predict_planned(plan: PredictionPlan) -> PredictedFile:
             LongLoop("predicting rows", plan.table.rows) as progress,
         ):
             for chunk in read_chunks(plan.file):
-                found = model.predict(*(chunk.texts(column) for column in plan.text))
-                write(chunk, _columns(found, plan.probabilities))
+                write(chunk, predict(chunk))
                 done += len(chunk.records)
                 progress.update(done)
     except OSError as error:
         raise RunError(f"{plan.out} could not be written: {error}; make room") from error
     return PredictedFile(plan.out, done, model.run.round)
+
+
+def _predictor(model: Inference, plan: PredictionPlan) -> Callable[[Chunk], dict[str, list[Any]]]:
+    """A function that gives the added columns of a chunk."""
+    if (questions := plan.questions) is not None:
+        answerer = Answerer(model)
+        return lambda chunk: {PREDICTION: answerer.answers(questions.of(chunk), plan.new_tokens)}
+    return lambda chunk: _columns(model.predict(*(chunk.texts(column) for column in plan.text)), plan.probabilities)
 
 
 def _added(classes: Sequence[str], probabilities: bool) -> dict[str, type]:

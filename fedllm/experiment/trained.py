@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from fedllm.common.console import stage, warn
 from fedllm.common.errors import UserError
 from fedllm.config.recipe import Recipe, load_recipe
+from fedllm.data.conversations.templates import keep_template
 from fedllm.data.loading import load_dataset
 from fedllm.experiment.build import trainable
 from fedllm.experiment.checkpoints import Checkpoints, Snapshot
@@ -63,6 +64,7 @@ def load_trained(folder: str | Path, round: int | None = None) -> TrainedRun:
     task = task_of(recipe.data, classes)
     with stage(f"loading {recipe.model.name}"):
         backbone = load_backbone(recipe.model, task.head, local_hub=recipe.run.local_hub, seed=recipe.run.seed)
+        keep_template(recipe.data.template, backbone.tokenizer)
         model = trainable(backbone, recipe, recipe.run.seed)
     space = ParameterSpace.of(model)
     if len(snapshot.x) != space.dim:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -40,7 +40,8 @@ def save_adapter(
 
     base_config.json is the base's config with the number and names of the outputs and the pad token, which an adapter's
     own config has no place for. (A folder with a config.json would be a whole model to transformers.) If the config
-    names the outputs, labels.json holds the names (index -> name). If a tokenizer is given, the folder holds it too.
+    names the outputs, labels.json holds the names (index -> name). A causal language model has neither file. If a
+    tokenizer is given, the folder holds it too.
     card: the text of README.md; None for a folder without one.
     Plain transformers or PEFT read the folder and give the same outputs. For a sequence classifier:
 
@@ -177,11 +178,8 @@ def _write(
     except SafetensorError as error:
         raise RunError(f"{folder / WEIGHTS} could not be written: {error}; make room") from error
     adapter_config(model, base_name).save_pretrained(str(folder))
-    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _OF_LOADING}
-    (folder / BASE_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    labels = dict(model.config.id2label)
-    if labels != {i: f"LABEL_{i}" for i in labels}:
-        (folder / LABELS).write_text(json.dumps(labels, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if model.peft_config["default"].task_type != TaskType.CAUSAL_LM:
+        _write_head_config(model, folder)
     if getattr(model.get_base_model(), "is_quantized", False):
         text = json.dumps(model.config.quantization_config.to_dict(), indent=2, sort_keys=True) + "\n"
         (folder / QUANTIZATION).write_text(text, encoding="utf-8")
@@ -189,6 +187,14 @@ def _write(
         save_tokenizer(tokenizer, folder)
     if card is not None:
         (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _write_head_config(model: PeftModel, folder: Path) -> None:
+    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _OF_LOADING}
+    (folder / BASE_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    labels = dict(model.config.id2label)
+    if labels != {i: f"LABEL_{i}" for i in labels}:
+        (folder / LABELS).write_text(json.dumps(labels, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
@@ -37,7 +39,8 @@ def _other_kind(config: PreTrainedConfig, *, pretrained: bool) -> str | None:
         return f"a model of type {kind}, which transformers has no causal language model for"
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         return f"a masked language model ({kind}), whose tokens see those behind them"
-    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__.endswith("ForConditionalGeneration"):
+    net: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if net.__name__.endswith("ForConditionalGeneration"):
         return f"a model of texts and other inputs ({kind}), of which only the language model could be trained"
     heads = [name for name in config.architectures or () if name.endswith(_OTHER_HEADS)]
     return f"a checkpoint of {heads[0]}, which has no output embedding" if heads and pretrained else None

@@ -55,8 +55,8 @@ def copy_of(file: Path) -> GgufCopy:
     Its name is a digest of the file, of the versions of transformers and gguf, and of the format of copies. It is used
     only if its files have the digests that they were written with, and made again otherwise. Of several processes one
     makes it, and the others wait. There is no copy where the cache cannot be written, and none of a model that is no
-    causal language model. Raises UserError without the package gguf, and what transformers raises for a file that it cannot
-    read.
+    causal language model.
+    Raises UserError without the package gguf, and what transformers raises for a file that it cannot read.
     """
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"{file}: reading it needs gguf; run: pip install fedllm[gguf]")

@@ -63,7 +63,7 @@ def choose_start(
     if not paths:
         if model.head == "new":
             raise UserError(
-                f"model.head=new: model '{model.name}' is a language model, whose head is not trained; leave the key out"
+                f"model.head=new: model '{model.name}' is a language model, whose head is not trained; leave it out"
             )
         return HeadStart(True, "a language model's own, which is not trained")
     if model.head == "new":

@@ -75,6 +75,12 @@ class Backbone:
         return found
 
     @property
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of a model of texts."""
+        assert self.tokenizer is not None, "a model of images has no tokenizer"
+        return self.tokenizer
+
+    @property
     def pad_id(self) -> int:
         """The id of the padding token; 0 for images, which have no padding."""
         return 0 if self.tokenizer is None else int(self.tokenizer.pad_token_id or 0)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fedllm.common.errors import UserError
 from fedllm.common.quiet import quiet
 from fedllm.models.adapter_files import CARD, save_tokenizer
-from fedllm.models.structure import SplitQKV
+from fedllm.models.structure import SplitQKV, is_language_model
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
@@ -30,6 +30,8 @@ def merge(model: PeftModel) -> PreTrainedModel:
     for name, module in list(merged.named_modules()):
         if isinstance(module, SplitQKV):
             merged.set_submodule(name, module.fused())
+    if is_language_model(merged):
+        merged.config.use_cache = True  # which training turns off; without it, generation takes quadratic time
     return cast(PreTrainedModel, merged.to(merged.config.dtype or torch.float32))
 
 

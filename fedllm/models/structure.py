@@ -58,7 +58,7 @@ def find_head(model: PreTrainedModel) -> tuple[str, ...]:
 def is_language_model(model: PreTrainedModel) -> bool:
     """Whether the model gives a value for each word of its vocabulary."""
     headless = not model.base_model_prefix or not hasattr(model, model.base_model_prefix)
-    return not headless and model.get_output_embeddings() is not None
+    return not headless and model.get_output_embeddings() is not None  # type: ignore[no-untyped-call]
 
 
 def output_modules(model: PreTrainedModel) -> tuple[str, ...]:

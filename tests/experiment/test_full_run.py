@@ -104,7 +104,9 @@ def test_export_and_predict(run: RunResult, tiny: Path, tmp_path: Path, capsys: 
     assert main(["predict", str(run.folder), str(tiny / "validation.csv"), "--out", str(predictions)]) == 0
     assert len(predictions.read_text().splitlines()) == 41
     assert main(["export", str(run.folder), "--merge"]) == 2
-    assert "trained all weights, so there is no adapter to merge" in capsys.readouterr().err.replace("\n", " ")
+    assert "trained all weights, so there is no adapter; export it without --merge" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
 
 
 def test_a_folder_that_is_no_model_is_not_replaced(run: RunResult, tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ run: {{precision: float32, threads: 1, trackers: []}}
 
 
 def test_a_language_model_learns_from_random_weights(texts: Path, tmp_path: Path) -> None:
-    """Perplexity falls, the folder is a plain language model with the loss that the run says, and answers are written."""
+    """Perplexity falls, the folder is a plain language model with the run's loss, and answers are written."""
     found = run_recipe(texts / "recipe.yaml", run_dir=tmp_path / "run")
     before, after = found.result["start"]["perplexity"], found.result["final"]["perplexity"]
     assert after < 0.7 * before

@@ -1,13 +1,16 @@
-"""Tiny random causal language models of eight architectures, saved with a word tokenizer and a chat template."""
+"""Tiny random causal language models of eight architectures, saved with a chat template, and a run of one."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
-from tiny_models import save_tokenizer
+from tiny_models import WORDS, save_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
+
+from fedllm import run_recipe
 
 _SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -25,7 +28,10 @@ CAUSAL = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 2},
 }  # fmt: skip
 FAMILIES = list(CAUSAL)
-TEMPLATE = "{% for message in messages %}{{ message.role }} {{ message.content }} </s> {% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} or {{ message.content }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}assistant or {% endif %}"
+)
 
 
 def save_causal(folder: Path, family: str, *, template: str | None = TEMPLATE, **changes: object) -> str:
@@ -40,3 +46,27 @@ def save_causal(folder: Path, family: str, *, template: str | None = TEMPLATE, *
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def run_causal(folder: Path, family: str = "llama", *words: str) -> Path:
+    """The folder of a finished run of two rounds: two clients, who learn to answer with the words of the question."""
+    save_causal(folder / family, family)
+    rng = torch.Generator().manual_seed(3)
+    lines = []
+    for _ in range(24):
+        said = " ".join(WORDS[int(index)] for index in torch.randint(len(WORDS), (3,), generator=rng))
+        lines.append(json.dumps({"prompt": said, "completion": said}))
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    (folder / "recipe.yaml").write_text(
+        f"""
+model: {{name: {folder / family}}}
+lora: {{rank: 2, alpha: 4, targets: [query, value]}}
+data: {{task: causal_lm, train: {folder / "pairs.jsonl"}, system: be very big, max_length: 40}}
+partition: {{scheme: iid, clients: 2}}
+algorithm: {{name: localadamw, lr: 5.0e-2}}
+federation: {{rounds: 2, clients_per_round: 2}}
+local: {{steps: 2, batch_size: 4}}
+run: {{precision: float32, threads: 1, checkpoint_every: 1}}
+"""
+    )
+    return run_recipe(folder / "recipe.yaml", words, folder / "run").folder

@@ -31,6 +31,18 @@ def read_messages(cell: Any) -> tuple[tuple[Message, ...], bool]:
     return messages, unanswered
 
 
+def read_question(cell: Any) -> tuple[Message, ...]:
+    """The messages of a cell up to the user's last one, which a model is to answer. Raises MessageError, see
+    read_messages."""
+    messages = [_message(entry, number) for number, entry in enumerate(_entries(cell), 1)]
+    while messages and messages[-1].role == ASSISTANT:
+        messages.pop()
+    if not messages or messages[-1].role != USER:
+        raise MessageError("found no message of role 'user' to answer")
+    check_order((*messages, Message(ASSISTANT, "an answer")))
+    return tuple(messages)
+
+
 def check_order(messages: tuple[Message, ...]) -> None:
     """Raises MessageError unless user and assistant take turns, after at most one system message, and none of the
     assistant's messages is empty."""

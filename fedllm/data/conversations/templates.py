@@ -79,6 +79,13 @@ def read_template(name: str) -> str:
     return text
 
 
+def keep_template(name: str | None, tokenizer: Any) -> None:
+    """Gives the tokenizer the chat template of the .jinja file that `data.template` names, so that it is saved with an
+    adapter. Raises UserError if the file cannot be read."""
+    if str(name).endswith(".jinja"):
+        tokenizer.chat_template = read_template(str(name))
+
+
 class ChatTemplate(Template):
     """A chat template in Jinja, run in transformers' sandbox. name: its name in errors."""
 
