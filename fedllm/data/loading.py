@@ -294,9 +294,8 @@ def _find_hub_splits(name: str, known: Known | None, local_hub: str | None) -> R
 def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split, list[str]]:
     """Splits off a random `fraction` of the samples; returns the remaining rows, the held-out rows and notes.
 
-    Rows with the same content (text, prompt or image), which may have different labels, are on the same side; they
-    count as the first one. Per class or group, at least one remains, and at least one is held out if there are two or
-    more.
+    Rows with the same text, prompt or image, which may have different labels, are on the same side; they count as the
+    first one. Per class or group, at least one remains, and at least one is held out if there are two or more.
     """
     first = first_with_same_text(split.contents)
     distinct = first == np.arange(len(split))

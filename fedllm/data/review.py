@@ -28,8 +28,7 @@ def review(train: Split, validation: Split, classes: Sequence[str]) -> list[str]
 
 
 def _repeated_texts(train: Split, validation: Split) -> list[str]:
-    found = []
-    what = train.kind
+    found, what = [], train.kind
     if shared := count_shared(validation.contents, train.contents):
         whole = "all" if shared == len(validation) else f"{shared:,} of"
         article = "an" if what == "image" else "a"

@@ -46,8 +46,8 @@ class Split:
 
     @cached_property
     def contents(self) -> list[list[str]]:
-        """Columns of n texts that tell samples apart in a hold-out: the texts, the prompts of conversations, or a
-        digest of each image."""
+        """Columns of n texts that tell samples apart in a hold-out: the texts, the prompts of conversations, a digest
+        of each image."""
         if self.images is not None:
             return [[hashlib.blake2b(image.tobytes(), digest_size=16).hexdigest() for image in self.images]]
         return self.texts if self.conversations is None else [prompts(self.conversations)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import numpy as np
 from rich.markup import escape
 from rich.table import Column, Table
 
 from fedllm.common.errors import cut_name
 from fedllm.data.conversations.sample_view import BEGIN, END, learned_share, marked_text
+from fedllm.data.samples import Samples
 from fedllm.data.tokenization import Tokens
 from fedllm.experiment.build import Job, run_folder
 from fedllm.experiment.client_samples import count_samples
@@ -109,20 +112,20 @@ def _classes(job: Job) -> dict[str, str]:
 def _learned(job: Job) -> dict[str, str]:
     """How many tokens a causal language model learns."""
     splits = {"training tokens": job.problem.samples, "validation tokens": job.validation}
-    return {
-        name: learned_share(tokens.to("cpu"))
-        for name, tokens in splits.items()
-        if isinstance(tokens, Tokens) and tokens.learned is not None
-    }
+    return {name: learned_share(each.to("cpu")) for name, each in splits.items() if _learns_tokens(each)}
 
 
 def _sample(job: Job) -> dict[str, str]:
     """The first training sample as a causal language model sees it."""
     tokens = job.problem.samples
-    if not isinstance(tokens, Tokens) or tokens.learned is None:
+    if not _learns_tokens(tokens):
         return {}
     shown = f"the first sample; what is learned stands between {BEGIN} and {END}"
     return {shown: marked_text(tokens.to("cpu"), 0, job.backbone.tokenizer)}
+
+
+def _learns_tokens(samples: Samples) -> TypeGuard[Tokens]:
+    return isinstance(samples, Tokens) and samples.learned is not None
 
 
 def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
