@@ -23,6 +23,7 @@ class Answerer:
         run = model.run
         if not run.task.generates:
             raise UserError(f"{run.folder}: the run trained no language model (data.task={run.recipe.data.task})")
+        assert run.backbone.tokenizer is not None
         self._model, self._tokenizer = model, run.backbone.tokenizer
         data = run.recipe.data
         texts = data.format == "text" or (data.template == "auto" and not self._tokenizer.chat_template)

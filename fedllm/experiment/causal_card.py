@@ -68,6 +68,7 @@ def _of_gguf(name: str, quantised: bool) -> str:
 def _inputs(recipe: Recipe, backbone: Backbone) -> str:
     """Python that makes the inputs of one prompt, written as the run's samples were."""
     data, tokenizer = recipe.data, backbone.tokenizer
+    assert tokenizer is not None
     if data.format == "text" or (data.template == "auto" and tokenizer.chat_template is None):
         return 'inputs = tokenizer("the beginning of a text", return_tensors="pt")\n'
     template = find_template(data.template, tokenizer)
