@@ -124,6 +124,13 @@ _LATER_KEYS = {
     ("costs", "seconds_per_step"): None,
     ("data", "task"): "classification",
     **{("data", key): None for key in OF_CONVERSATIONS},
+    ("data", "image"): None,
+    ("data", "image_size"): None,
+    ("data", "augment"): "none",
+    ("eval", "start"): False,
+    ("eval", "by"): None,
+    ("eval", "samples"): 0,
+    ("eval", "new_tokens"): 48,
 }
 _SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
 

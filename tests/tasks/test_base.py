@@ -17,10 +17,20 @@ KNOWING = ("tasks", "data")
 # Where errors tell the user of logits, the losses of a language model are computed from them, a chunk at a time, or a
 # model's output is named so by transformers.
 TELLING = {
+    "experiment/image_card.py",
     "models/conv_nets.py",
-    "problems/lora/compatibility.py",
-    "problems/lora/frozen_head.py",
-    "problems/lora/readout.py",
+    *(
+        f"problems/full/{name}.py"
+        for name in (
+            "batch_reader",
+            "learned_places",
+            "pass_memory",
+            "plain_model",
+            "problem",
+            "stacked_step",
+        )
+    ),
+    *(f"problems/lora/{name}.py" for name in ("compatibility", "frozen_head", "readout")),
 }
 
 
