@@ -15,6 +15,7 @@ from fedllm.common.console import stage
 from fedllm.common.files import replace_text
 from fedllm.common.seeding import numpy_rng
 from fedllm.data.pixels import Pixels
+from fedllm.data.split import Split
 from fedllm.data.tokenization import Tokens
 from fedllm.experiment.build import Job
 from fedllm.experiment.generation import generate_answers
@@ -47,10 +48,10 @@ def last_prompts(tokens: Tokens, samples: Sequence[int]) -> list[Prompt]:
 
 
 def write_answers(job: Job, x: Tensor, folder: Path) -> None:
-    """Writes samples.jsonl: sample, prompt, reference, before and after of `eval.samples` validation samples, drawn
-    from (seed, 'answers'). Greedy decoding, by the model with the adapter at the start and at x [d].
+    """Writes samples.jsonl: sample, prompt (the last question), reference, before and after.
 
-    For a model that was released (see StackedModel). It has the values of x afterwards.
+    These are `eval.samples` validation samples, drawn from (seed, 'answers'). Greedy decoding, by the model at the
+    start and at x [d]. For a model that was released (see StackedModel). It has the values of x afterwards.
     """
     settings, tokenizer, samples = job.recipe.eval, job.backbone.tokenizer, job.validation
     if not settings.samples or tokenizer is None or isinstance(samples, Pixels) or samples.learned is None:
@@ -67,19 +68,21 @@ def write_answers(job: Job, x: Tensor, folder: Path) -> None:
                 job.model, tokenizer, [prompt.ids for prompt in prompts], settings.new_tokens
             )
     lines = [
-        _line(tokenizer, prompt, before, after)
+        _line(tokenizer, job.dataset.validation, prompt, before, after)
         for prompt, before, after in zip(prompts, given["before"], given["after"], strict=True)
     ]
     replace_text(folder / ANSWERS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
-def _line(tokenizer: Any, prompt: Prompt, before: str, after: str) -> dict[str, Any]:
+def _line(tokenizer: Any, split: Split, prompt: Prompt, before: str, after: str) -> dict[str, Any]:
     def text(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
+    assert split.conversations is not None, "a language model learns conversations"
+    conversation = split.conversations[prompt.sample]
     return {
         "sample": prompt.sample,
-        "prompt": text(prompt.ids),
+        "prompt": text(prompt.ids) if conversation.is_text else conversation.messages[-2].whole,
         "reference": text(prompt.reference),
         "before": before.strip(),
         "after": after.strip(),

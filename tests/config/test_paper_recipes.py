@@ -195,8 +195,8 @@ def test_every_cell_of_a_grid_file_is_a_recipe_of_its_own(path: Path) -> None:
     grid = load_grid(path)
     assert re.search(r"(FedAdamW|FAdamGC) paper|docs/results.md", grid.feeds)
     assert commands(path)
-    planned = list(cells(grid))
-    for command, sweep, name, file in commands(path):
+    for command, sweep, name, file, *overrides in commands(path):
+        planned = list(cells(grid, overrides))
         assert (command, sweep, file) == ("fedllm", "sweep", f"recipes/sweeps/{path.name}")
         loaded = [cell.recipe(str(REPO / name)) for cell in planned]
         assert len({one.yaml() for one in loaded}) == len({cell.name for cell in planned}) == len(planned) > 1

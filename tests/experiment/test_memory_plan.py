@@ -202,8 +202,8 @@ def test_passes_keep_within_their_bound(tiny: Path, slices: str, packed: bool, m
     seen: list[int] = []
     run = StackedModel._run
 
-    def counted(self: StackedModel, wanted: Any, inputs: dict[str, Tensor]) -> Tensor:
-        tokens = wanted.packed.sample.numel() if wanted.packed else inputs["input_ids"].numel()
+    def counted(self: StackedModel, wanted: Any, inputs: dict[str, Tensor] | None = None) -> Tensor:
+        tokens = inputs["input_ids"].numel() if inputs else wanted.packed.sample.numel()
         seen.append(tokens)
         return run(self, wanted, inputs)
 

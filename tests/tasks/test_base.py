@@ -17,7 +17,6 @@ KNOWING = ("tasks", "data")
 # Where errors tell the user of logits, the losses of a language model are computed from them, a chunk at a time, or a
 # model's output is named so by transformers.
 TELLING = {
-    "experiment/image_card.py",
     "models/conv_nets.py",
     *(
         f"problems/full/{name}.py"
