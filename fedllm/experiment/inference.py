@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fedllm.common.console import ProgressCallback
 from fedllm.common.tensors import shortest
 from fedllm.data.loading import Split
-from fedllm.data.pixels import Pixels
 from fedllm.data.samples import Samples
 from fedllm.data.tokenization import Tokens
 from fedllm.experiment.machine import Machine, find_machine
@@ -24,7 +23,7 @@ from fedllm.models.quantization import lower, settle
 from fedllm.problems.full.batch_reader import BatchReader
 from fedllm.problems.lora.evaluation_batches import evaluate, evaluation_batches
 from fedllm.problems.lora.learned_tokens import LearnedTokens
-from fedllm.problems.lora.readout import TextReadout, readout_of
+from fedllm.problems.lora.readout import readout_of
 
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}  # of a batch, with padding; halved where memory gives out
 
@@ -74,7 +73,7 @@ class Inference:
         lengths = tokens.lengths.numpy()
         device, model = self.machine.device, self.run.model
         reader = BatchReader(tokens, self.run.backbone.pad_id)
-        readout = TextReadout(model) if isinstance(tokens, Pixels) else readout_of(model, tokens)
+        readout = readout_of(model, tokens)
 
         def outputs_of(index: Tensor) -> Tensor:
             inputs = reader.read(index.numpy(), device).inputs
