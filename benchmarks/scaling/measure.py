@@ -214,7 +214,7 @@ def startup_point(recipe: str) -> dict[str, float]:
 
         setattr(where, function, timed)
 
-    after("data", "load_dataset")
+    after("data", "read_data")
     after("partition", "get_partition")
     after("model", "attach_lora")
     after("tokens", "tokenize", sequence_classification)

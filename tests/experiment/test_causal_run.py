@@ -142,7 +142,10 @@ def test_the_choice_is_the_likeliest_option(causal: Path, tmp_path: Path) -> Non
         for option in row["options"]:
             messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": option}]
             asked, whole = (
-                tokenizer(tokenizer.apply_chat_template(part, tokenize=False), add_special_tokens=False)["input_ids"]
+                tokenizer(
+                    tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=part is not messages),
+                    add_special_tokens=False,
+                )["input_ids"]
                 for part in (messages[:1], messages)
             )
             ids = torch.tensor(whole[: len(whole) - 1])  # without </s>

@@ -352,6 +352,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no-such-architecture"):
         load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
+    with pytest.raises(UserError, match=r"a model of images \(clip\), but the data are texts"):
+        load(tmp_path, pretrained=False)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "encodec"}))
     with pytest.raises(UserError, match="Unrecognized configuration class"):
         load(tmp_path, pretrained=False)
 
@@ -436,7 +439,7 @@ def test_training_leaves_the_frozen_part_alone(tiny: dict[str, str], family: str
     inputs, labels = batch(backbone), torch.tensor([0, 1, 2])
     trained = trainable_names(model)
     before = weights_of(model)
-    optimizer = torch.optim.SGD([model.get_parameter(name) for name in trained], lr=1.0)
+    optimizer = torch.optim.Adam([model.get_parameter(name) for name in trained], lr=1e-2)
     for _ in range(2):  # A moves from the second step on, once B is not zero
         optimizer.zero_grad()
         model(**inputs, labels=labels).loss.backward()

@@ -209,7 +209,7 @@ def test_the_papers_share_of_gpt2s_weights() -> None:
 
 
 def test_the_gpt2_recipes_have_the_papers_share() -> None:
-    recipes = sorted((REPO / "recipes").glob("*_gpt2.yaml"))
+    recipes = sorted({*(REPO / "recipes").glob("*_gpt2.yaml")} - {REPO / "recipes" / "shakespeare_gpt2.yaml"})
     assert len(recipes) == 4
     for recipe in recipes:
         with torch.device("meta"):

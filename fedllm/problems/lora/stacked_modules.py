@@ -110,6 +110,8 @@ class CountedDropout(StandIn, nn.Dropout):
         if input.dim() > 3:
             return input
         now = self.context.current
+        if now.dropout is None:
+            return input
         rows = now.by_rows(input) if input.dim() == 3 else input
         return now.drop(rows, self.p, self.number).view_as(input)
 
