@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from fedllm.cli.commands import main
-from fedllm.data.loading import Dataset, load_dataset
+from fedllm.data.loading import Dataset
 from fedllm.distributed.process_group import restarted
 from fedllm.experiment import build
+from fedllm.experiment.recipe_data import read_data
 from fedllm.problems.lora.packing import Packed
 from fedllm.problems.lora.problem import LoraProblem
 from fedllm.problems.lora.stacked_model import StackedModel
@@ -69,7 +70,7 @@ def faulty(self: LoraProblem, X: Tensor, clients: Sequence[int], round: int, ste
 
 
 def read_otherwise(*arguments: Any) -> Dataset:
-    found = load_dataset(*arguments)
+    found = read_data(*arguments)
     labels = found.train.labels.copy()
     labels[0] = 1 - labels[0]
     train = replace(found.train, labels=labels)
@@ -78,6 +79,6 @@ def read_otherwise(*arguments: Any) -> Dataset:
 
 if __name__ == "__main__":
     if any(on == os.environ["RANK"] and how == "other-data" for on, _, how in FAULTS):
-        build.load_dataset = read_otherwise  # type: ignore[attr-defined]
+        build.read_data = read_otherwise  # type: ignore[attr-defined]
     LoraProblem.loss_and_gradient = faulty  # type: ignore[method-assign]
     sys.exit(main(["run", *sys.argv[1:]]))
