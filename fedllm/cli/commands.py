@@ -10,7 +10,14 @@ from collections.abc import Sequence
 
 from fedllm import __version__
 from fedllm.cli import inspection, results, trained, training
-from fedllm.cli.options import CommandParser, Handler, one_speaks, speaks, under_torchrun, wait_for_the_one_that_prints
+from fedllm.cli.options import (
+    CommandParser,
+    Handler,
+    alone_with_torchrun,
+    one_speaks,
+    speaks,
+    wait_for_the_one_that_prints,
+)
 from fedllm.common.errors import Interrupted, RunError, UserError
 
 _EXIT_CODES = """\
@@ -76,7 +83,7 @@ def _fail_files(error: OSError) -> int:
 
 def _fail(text: str, code: int) -> int:
     if not speaks():
-        if not under_torchrun():
+        if not alone_with_torchrun():
             return code
         wait_for_the_one_that_prints()
     print(f"fedllm: {text}", file=sys.stderr)

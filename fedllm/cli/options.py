@@ -82,7 +82,7 @@ def one_speaks() -> Iterator[None]:
         with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
             yield
     except SystemExit as end:
-        if end.code and under_torchrun():
+        if end.code and alone_with_torchrun():
             wait_for_the_one_that_prints()
         raise
 
@@ -111,17 +111,21 @@ def importing() -> Iterator[None]:
 def speaks() -> bool:
     """Whether this process prints a failure. Before the processes have met, the first of each machine does, as a file
     may be missing on one machine alone; after that rank 0 does, which knows of all failures."""
-    distributed = sys.modules.get("torch.distributed")
-    met = distributed is not None and distributed.is_initialized()
-    return os.environ.get("RANK" if met else "LOCAL_RANK", "0") == "0"
+    return os.environ.get("RANK" if _met() else "LOCAL_RANK", "0") == "0"
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun (accelerate starts it as well) started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+def alone_with_torchrun() -> bool:
+    """Whether torchrun (accelerate starts it as well) started this process, and the processes have not met."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and not _met()
 
 
 def wait_for_the_one_that_prints() -> None:
-    """Called by a process that failed and does not print. torchrun ends every process as soon as one has failed, so
-    the one that prints must be the first to end. If that one has not failed, this process is still alive afterwards."""
+    """Called by a process that failed before the processes have met, and does not print. torchrun ends every process as
+    soon as one has failed, so the one that prints must be the first to end. If that one has not failed, this process
+    is still alive afterwards."""
     time.sleep(_WAIT)
+
+
+def _met() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
