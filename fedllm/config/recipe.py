@@ -121,6 +121,7 @@ DECIDED_KEYS = frozenset({("model", "head"), ("data", "image_size")})
 _LATER_KEYS = {
     ("model", "head"): "new",
     ("model", "norm"): "average",
+    ("lora", "train"): "AB",
     ("costs", "seconds_per_step"): None,
     ("data", "task"): "classification",
     **{("data", key): None for key in OF_CONVERSATIONS},
