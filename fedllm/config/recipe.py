@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from fedllm.aggregation.settings import UploadsSettings
 from fedllm.algorithms import Algorithm, canonical_name, load_algorithm
 from fedllm.common.errors import UserError
 from fedllm.common.schema import build, key_aliases, keys, nearest, without_nulls
@@ -47,6 +48,7 @@ class Recipe:
     local: LocalSettings
     eval: EvalSettings
     run: RunSettings
+    uploads: UploadsSettings
     costs: CostsSettings
     notes: tuple[str, ...] = field(default=(), compare=False)
     folder: Path | None = field(default=None, compare=False)
@@ -89,6 +91,7 @@ SECTION_TYPES: dict[str, type] = {
     "local": LocalSettings,
     "eval": EvalSettings,
     "run": RunSettings,
+    "uploads": UploadsSettings,
     "costs": CostsSettings,
 }
 # Other names that recipes, grids and overrides may give for a key. What fedllm writes has the key.
@@ -122,6 +125,8 @@ _LATER_KEYS = {
     ("model", "head"): "new",
     ("model", "norm"): "average",
     ("lora", "train"): "AB",
+    ("uploads", "clip"): None,
+    ("uploads", "bits"): "float32",
     ("costs", "seconds_per_step"): None,
     ("data", "task"): "classification",
     **{("data", key): None for key in OF_CONVERSATIONS},
@@ -133,7 +138,9 @@ _LATER_KEYS = {
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
 }
-_SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
+_SECTIONS = [
+    "model", "lora", "data", "partition", "algorithm", "federation", "local", "uploads", "eval", "run", "costs",
+]  # fmt: skip
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -186,6 +193,11 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
     recipe = Recipe(name=name, algorithm=_plain(algorithm), notes=notes, **sections)
     if why := misfit_of_weights(recipe.lora is None, recipe.model, recipe.run):
         raise UserError(f"{where}: {why}")
+    if recipe.uploads.clip is not None:
+        try:
+            recipe.uploads.norms(recipe.load_algorithm())
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
     if (count := recipe.partition.known_clients) is None:
         return recipe
     try:

@@ -34,8 +34,8 @@ def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> Pef
     """Adds LoRA to the backbone's model, in place, and returns it as a PEFT model in eval mode.
 
     Only LoRA and the head are trainable, and of LoRA only B if `lora.train` is B. Every layer whose role is in
-    `lora.targets` (`lora_targets.find_targets`) becomes y = W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. Trainable parameters are float32,
-    whatever the dtype of the backbone.
+    `lora.targets` (`lora_targets.find_targets`) becomes y = W x + (alpha / rank) B A x, with A [rank, in] and
+    B [out, rank]. Trainable parameters are float32, whatever the dtype of the backbone.
 
     Initial values, where i counts the LoRA tensors and, apart from them, the head tensors:
     A ~ U(-1/sqrt(in), 1/sqrt(in)) from (seed, 'lora-init', i); B = 0; a new head's Linear weights
