@@ -181,7 +181,9 @@ def _read(path: Path) -> dict[Any, Any]:
     try:
         values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; expected a site's file, such as site.yaml") from error
+        raise UserError(
+            f"{path}: cannot be read: {error.strerror}; expected a site's file, such as site.yaml"
+        ) from error
     except ValueError as error:
         raise UserError(f"{path}: not readable as YAML: {error}") from error
     if not isinstance(values, dict):

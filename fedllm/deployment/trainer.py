@@ -92,7 +92,9 @@ class FederatedTrainer(Trainer):
                 f"model: found it on several GPUs of one process ({self.args.n_gpu}), expected one; start a process "
                 "for each with torchrun, or set CUDA_VISIBLE_DEVICES=0"
             )
-        self.model_accepts_loss_kwargs = True  # else batches that are accumulated are weighed alike, whatever their size
+        self.model_accepts_loss_kwargs = (
+            True  # else batches that are accumulated are weighed alike, whatever their size
+        )
         base = self.accelerator.unwrap_model(client.model)
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         self._shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

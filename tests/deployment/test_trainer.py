@@ -53,7 +53,9 @@ def test_a_trainer_alone_would_weigh_them_otherwise(tmp_path: Path) -> None:
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated, "max_steps": 1}
         args = arguments(tmp_path, **sizes, max_grad_norm=0.0)
         model = classifier()
-        Trainer(model, args, default_data_collator, rows("classifier"), callbacks=[seen], optimizers=(sgd(model), None)).train()
+        Trainer(
+            model, args, default_data_collator, rows("classifier"), callbacks=[seen], optimizers=(sgd(model), None)
+        ).train()
         gradients.append(seen.norm)
     assert gradients[1] == pytest.approx(3 * gradients[0], rel=0.1)
 
