@@ -116,8 +116,8 @@ class FederatedTrainer(Trainer):
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, str) and not Path(resume_from_checkpoint, _OPTIMIZER_FILE).is_file():
             raise UserError(
-                f"{resume_from_checkpoint}: found no {_OPTIMIZER_FILE}, which holds the unfinished round; train without "
-                "save_only_model, or start the round anew"
+                f"{resume_from_checkpoint}: found no {_OPTIMIZER_FILE}, which holds the unfinished round; "
+                "train without save_only_model, or start the round anew"
             )
         return super().train(resume_from_checkpoint, *args, **others)
 

@@ -44,7 +44,7 @@ def test_a_trial_needs_neither_certificate_nor_key(tmp_path: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "misspelt": ({"certifcate": "ca.crt"}, r"certifcate: unknown key \(did you mean 'certificate'\?\); known keys: name"),
+    "misspelt": ({"certifcate": "a"}, r"certifcate: unknown key \(did you mean 'certificate'\?\); known keys: name"),
     "misspelt and so missing": (
         {"trian": "t.csv", "train": "absent"}, r"trian: unknown key \(did you mean 'train'\?\)"
     ),
@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "state is a file": ({"state": "train.csv"}, r"state: .*/train.csv is a file, expected a folder"),
     "no hub": ({"local_hub": "hub"}, r"local_hub: .*/hub: no such folder"),
     "no certificate file": ({"certificate": "no.crt"}, r"certificate: .*/no.crt: cannot be read: No such file"),
-    "a certificate that is none": ({"certificate": "train.csv"}, r"certificate: .*train.csv: found no certificate, exp"),
+    "a certificate that is none": ({"certificate": "train.csv"}, r"certificate: .*train.csv: found no certificate"),
     "no key file": ({"key": "no.key"}, r"key: .*/no.key: cannot be read: No such file .*; make one with: ssh-keygen"),
     "a key that is none": ({"key": "ca.crt"}, r"key: .*/ca.crt: found no private key, expected one that ssh-keygen"),
     "a device": ({"device": "tpu"}, "device: found 'tpu', expected one of: auto, cpu, cuda"),

@@ -61,8 +61,17 @@ def images() -> Work:
 WORK = {"instructions": instructions, "language": language, "images": images}
 
 
-@pytest.mark.parametrize("name", ["fadamgc", "fedadamw", "scaffold", "localadamw"])
-@pytest.mark.parametrize("task", WORK)
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("instructions", "fadamgc"),
+        ("instructions", "fedadamw"),
+        ("language", "fedadamw"),
+        ("language", "scaffold"),
+        ("images", "fadamgc"),
+        ("images", "localadamw"),
+    ],
+)
 def test_sites_are_the_simulation(task: str, name: str) -> None:
     """Two of three sites in each round, through bytes, some with more steps than others."""
     work, alg = WORK[task](), load_algorithm(name, lr=0.01)
@@ -83,7 +92,7 @@ def test_sites_are_the_simulation(task: str, name: str) -> None:
             assert server.add(sent.to_bytes(), client=number) is None
         x = server.aggregate()
         torch.testing.assert_close(x, expected.history[t + 1], rtol=1e-5, atol=1e-6)
-    assert float((x - problem.initial()).abs().max()) > 0.01
+    assert float((x - problem.initial()).abs().max()) > 1e-3
     for key, value in expected.clients.items():
         kept = torch.cat([site.state[key] for site in sites])
         torch.testing.assert_close(kept, value, rtol=1e-4, atol=1e-6)

@@ -16,6 +16,7 @@ from torch.optim import SGD
 from trained_rounds import MODELS, STEPS, arguments, assert_same, causal, classifier, round_of, rows, trained
 from transformers import Trainer, TrainerCallback, default_data_collator
 
+import fedllm.client
 from fedllm.client import FederatedTrainer, Upload
 from fedllm.common.errors import UserError
 
@@ -31,17 +32,20 @@ def fitted(kind: str, size: int, name: str = "fadamgc", steps: int = STEPS) -> U
     return client.fit(broadcast, batches)
 
 
-@pytest.mark.parametrize("name", ["fadamgc", "scaffold", "fedadamw", "fedavg"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("classifier", "fadamgc"), ("classifier", "scaffold"), ("causal", "fedadamw"), ("causal", "fedavg")],
+)
 def test_a_round_is_that_of_client_fit(kind: str, name: str, tmp_path: Path) -> None:
     assert_same(trained(kind, arguments(tmp_path), name=name), fitted(kind, 4, name), 1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_accumulated_batches_are_one_larger_batch(kind: str, tmp_path: Path) -> None:
-    """The samples learn different numbers of tokens, and the last step has two batches of three."""
+    """The samples learn different numbers of tokens, and the last step has two batches instead of three. With FedAvg,
+    whose steps are as long as the gradient."""
     args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3, max_steps=3)
-    assert_same(trained(kind, args), fitted(kind, 6, steps=3), 1e-6)
+    assert_same(trained(kind, args, name="fedavg"), fitted(kind, 6, "fedavg", steps=3), 1e-6)
 
 
 def test_a_trainer_alone_would_weigh_them_otherwise(tmp_path: Path) -> None:
@@ -265,7 +269,7 @@ def test_two_processes_are_one_with_larger_batches(tmp_path: Path) -> None:
     for kind in KINDS:
         files = [tmp_path / f"{kind}-{rank}.safetensors" for rank in range(2)]
         first, second = (Upload.from_bytes(file.read_bytes()) for file in files)
-        assert_same(first, fitted(kind, 4), 1e-6)
+        assert_same(first, fitted(kind, 4, "fedavg"), 1e-6)
         assert_same(second, first, 0)
 
 
@@ -277,6 +281,4 @@ def test_the_client_is_imported_without_the_trainer() -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO, timeout=120)
     with pytest.raises(AttributeError, match=r"module 'fedllm.client' has no attribute 'Trainer'"):
-        from fedllm import client
-
-        client.Trainer  # noqa: B018
+        _ = fedllm.client.Trainer
