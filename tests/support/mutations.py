@@ -15,7 +15,7 @@ from fedllm.common import tensor_file
 
 HUGE = 2**40  # values: 4 TiB of float32
 BAD_VALUES: list[Any] = [
-    -1, 2**31, 2**63, 10**400, 1.5, float("nan"), float("inf"), True, "text", "\x00\ud800", "9", [], [1, [2]],
+    -1, 2**54, 2**63, 10**400, 1.5, float("nan"), float("inf"), True, "text", "\x00\ud800", "9", [], [1, [2]],
     {"a": {}}, "x" * 2000, [0] * 200,
 ]  # fmt: skip
 DTYPES = ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I64", "U64", "I8", "BOOL", "C64", "X9"]
