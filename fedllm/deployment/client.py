@@ -24,7 +24,7 @@ from fedllm.blocks import BlockPartition, RoleError, partition
 from fedllm.common.errors import UserError
 from fedllm.common.tensors import State
 from fedllm.deployment.ledger import Ledger
-from fedllm.deployment.messages import Broadcast, Upload, terms
+from fedllm.deployment.messages import Broadcast, Upload, check_broadcast, terms
 from fedllm.deployment.optimizer import FederatedOptimizer
 from fedllm.federation.info import run_info
 from fedllm.models.fingerprint import fingerprint
@@ -86,7 +86,10 @@ class Client:
     def begin(self, broadcast: Broadcast, steps: int) -> FederatedOptimizer:
         """Sets the model to the broadcast and returns the optimizer of this round.
 
-        Raises UserError if this client has no state for the upload that the broadcast names as the last counted."""
+        Raises UserError for a broadcast that does not fit, and if this client has no state for the upload that the
+        broadcast names as the last counted. The client is then as before."""
+        x = ParameterSpace.of(self.model).gather(self.model)
+        check_broadcast(broadcast, x, self.algorithm, self.info)  # before the state follows what it says
         self._settle(broadcast)
         return FederatedOptimizer(self.model, self.algorithm, self.info, broadcast, self.state, steps)
 

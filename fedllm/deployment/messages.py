@@ -16,6 +16,13 @@ from fedllm.common.errors import UserError
 from fedllm.common.tensors import State, under
 
 Terms = dict[str, Any]
+_BROADCAST_HEAD: dict[str, tuple[type, ...]] = {
+    "round": (int,),
+    "terms": (dict,),
+    "counted": (str, type(None)),
+    "start": (str,),
+}
+_SHOWN = 300  # characters of a message's value that an error shows at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +59,9 @@ class Broadcast:
     def unpacked(cls, head: dict[str, Any], tensors: State) -> Broadcast:
         """The broadcast of what `packed` gives. Raises UserError if these are none."""
         _require_head(cls, head, "x", "server")
+        for name, kinds in _BROADCAST_HEAD.items():
+            if type(head[name]) not in kinds:
+                raise UserError(f"broadcast {name}: found {type(head[name]).__name__}, expected {kinds[0].__name__}")
         return cls(x=tensors.pop("x", None), server=under("server/", tensors), **head)  # type: ignore[arg-type]
 
 
@@ -136,12 +146,16 @@ def disagreement(theirs: Terms, ours: Terms) -> str | None:
         found = theirs.get(name)
         if name == "model" and found and value and found != value:
             return (
-                f"model: found {found}, expected {value}: another base, other adapters, or frozen weights that each "
-                "site drew for itself, such as a pooler that the checkpoint lacks"
+                f"model: found {_cut(str(found))}, expected {value}: another base, other adapters, or frozen weights "
+                "that each site drew for itself, such as a pooler that the checkpoint lacks"
             )
         if name != "model" and name in theirs and found != value:
-            return f"{name}: found {found!r}, expected {value!r}"
+            return f"{name}: found {_cut(repr(found))}, expected {value!r}"
     return None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def check_broadcast(broadcast: Broadcast, x: Tensor, algorithm: Algorithm, info: RoundInfo) -> None:

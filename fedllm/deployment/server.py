@@ -156,7 +156,7 @@ class Server:
             return f"the {self.info.total} rounds of the run are over"
         if upload.round != self.round:
             return f"round: found {_shown(upload.round)}, expected {self.round}"
-        if upload.start and upload.start != (start := self._start()):
+        if upload.start != "" and upload.start != (start := self._start()):
             return f"start: found {_shown(upload.start)}, expected {_shown(start)}: it began with another x"
         if not _whole(upload.steps, 1, self.info.local_steps):
             return f"steps: found {_shown(upload.steps)}, expected 1 to {self.info.local_steps}, the federation's"
