@@ -1,4 +1,4 @@
-"""docs/guides/sites/own_program.md does what it says: its files are taken out of the page and run, each site in a thread."""
+"""docs/guides/sites/own_program.md does what it says: its files are taken out of it and run, each site in a thread."""
 
 from __future__ import annotations
 
