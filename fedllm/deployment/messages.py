@@ -43,13 +43,21 @@ class Broadcast:
 
     def to_bytes(self) -> bytes:
         """Encodes the broadcast as a safetensors file with a JSON head."""
+        return tensor_file.pack(*self.packed())
+
+    def packed(self) -> tuple[dict[str, Any], State]:
+        """The broadcast as plain values and tensors by name."""
         head = {"round": self.round, "terms": self.terms, "counted": self.counted, "start": self.start}
-        return tensor_file.pack(head, {"x": self.x, **{f"server/{name}": value for name, value in self.server.items()}})
+        return head, {"x": self.x, **{f"server/{name}": value for name, value in self.server.items()}}
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Broadcast:
         """Decodes a broadcast. Raises UserError if the bytes are none. A client checks the content in `begin`."""
-        head, tensors = tensor_file.unpack(data)
+        return cls.unpacked(*tensor_file.unpack(data))
+
+    @classmethod
+    def unpacked(cls, head: dict[str, Any], tensors: State) -> Broadcast:
+        """The broadcast of what `packed` gives. Raises UserError if these are none."""
         _require_head(cls, head, "x", "server")
         for name, kinds in _BROADCAST_HEAD.items():
             if type(head[name]) not in kinds:
@@ -92,7 +100,11 @@ class Upload(Mapping[str, Tensor]):
     @classmethod
     def from_bytes(cls, data: bytes) -> Upload:
         """Decodes an upload. Raises UserError if the bytes are none. Server.add checks the content."""
-        head, tensors = tensor_file.unpack(data)
+        return cls.unpacked(*tensor_file.unpack(data))
+
+    @classmethod
+    def unpacked(cls, head: dict[str, Any], tensors: State) -> Upload:
+        """The upload of this head and these tensors. Raises UserError if the head is none."""
         _require_head(cls, head, "tensors")
         return cls(tensors, **head)
 
