@@ -234,7 +234,7 @@ def _is_seconds(value: Any) -> bool:
 def _is_score(value: Any) -> bool:
     if value is None:
         return True
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _is_object(value: Any) -> bool:
