@@ -123,11 +123,3 @@ def test_mistakes_end_with_exit_code_2(
     errors = capsys.readouterr().err
     assert said in errors
     assert "Traceback" not in errors
-
-
-@pytest.mark.slow
-def test_predict_says_that_it_reads_texts(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(images, tmp_path / "run", "federation.rounds=1") == 0
-    table = str(images / "train.parquet")
-    assert main(["predict", str(tmp_path / "run"), table, "--out", str(tmp_path / "out.csv")]) == 2
-    assert "found a run on images, expected one on texts" in capsys.readouterr().err
