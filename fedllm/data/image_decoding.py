@@ -71,7 +71,7 @@ def decode_images(
 
 
 def place(source: str, row: int, column: str, value: Any) -> str:
-    """How errors name the image of a row, counted from 1; with its path where the table gives one, and no other text."""
+    """How errors name the image of a row, from 1; with its path where the table gives one, and no other text."""
     is_path = isinstance(value, str) and Path(value).suffix.lower() in SUFFIXES
     return f"{source}, row {row}, column '{column}'" + (f" ({value})" if is_path else "")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from launched import launch, numbers
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_images import SIDE, coloured, save_model, write_folders, write_parquet
@@ -91,6 +92,20 @@ def test_the_card_of_an_adapter_gives_the_runs_answers(
         exec(code, {})
         right += capsys.readouterr().out.split()[-1] == ["blue", "green", "red"][label]
     assert right >= 6 * scores["accuracy"] - 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [(), ALL_WEIGHTS], ids=["adapters", "all weights"])
+def test_two_processes_give_the_bits_of_one(images: Path, tmp_path: Path, overrides: Sequence[str]) -> None:
+    """With dropout and augmentation, of three clients a round."""
+    words = (*overrides, "federation.rounds=2", "eval.every=1", "run.precision=float32")
+    assert run(images, tmp_path / "one", *words, "run.shares=2") == 0
+    done = launch("scripts/fedtune.py", str(images / "recipe.yaml"), f"run.dir={tmp_path / 'two'}", *words)
+    assert done.returncode == 0, done.stderr
+    one, two = trained(tmp_path / "one"), trained(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
 
 
 @pytest.mark.slow

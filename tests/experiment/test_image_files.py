@@ -211,5 +211,5 @@ def test_a_run_on_texts_has_no_images(tiny: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match="--image=scan: found a run on texts"):
             call()
-    with pytest.raises(UserError, match="expected one of .csv"):
+    with pytest.raises(UserError, match=r"expected one of \.csv"):
         predict_file(texts, write_folders(tmp_path / "images", 3, 0), tmp_path / "out.csv")

@@ -1,8 +1,8 @@
 """The losses of a causal language model's learned tokens, without the logits of all tokens at a time.
 
-The logits of T tokens over a vocabulary of V words are by far the largest tensor of a pass. They are computed for a chunk
-of tokens at a time, in the forward pass for the losses, and again in the backward pass for the gradients: by the hidden
-states [T, h], and by the head, which is trained too. problems.lora.frozen_head has the same for a head that is not.
+The logits of T tokens over a vocabulary of V words are by far the largest tensor of a pass. They are computed for a
+chunk of tokens at a time, in the forward pass for the losses, and again in the backward pass for the gradients: by the
+hidden states [T, h], and by the head, which is trained too. problems.lora.frozen_head has a head that is not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedllm.problems.lora.frozen_head import FrozenHead
 
 
 class TokenLosses(nn.Module):
-    """A causal language model as a function of inputs and places: sums over the learned tokens, see learned_places.sums.
+    """A causal language model as a function of inputs and places: sums over its tokens, see learned_places.sums.
 
     model: inside, so that its parameters can be replaced. low: dtype of the head's products, None for float32.
     """
