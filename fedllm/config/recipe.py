@@ -18,6 +18,7 @@ from fedllm.config.algorithm_choice import Choice
 from fedllm.config.settings import (
     SAMPLED,
     CostsSettings,
+    DeploymentSettings,
     EvalSettings,
     FederationSettings,
     LocalSettings,
@@ -50,6 +51,7 @@ class Recipe:
     run: RunSettings
     uploads: UploadsSettings
     costs: CostsSettings
+    deployment: DeploymentSettings = field(default_factory=DeploymentSettings)
     notes: tuple[str, ...] = field(default=(), compare=False)
     folder: Path | None = field(default=None, compare=False)
 
@@ -93,6 +95,7 @@ SECTION_TYPES: dict[str, type] = {
     "run": RunSettings,
     "uploads": UploadsSettings,
     "costs": CostsSettings,
+    "deployment": DeploymentSettings,
 }
 # Other names that recipes, grids and overrides may give for a key. What fedllm writes has the key.
 ALIASES = {(section, alias): key for section, cls in SECTION_TYPES.items() for alias, key in key_aliases(cls).items()}
@@ -114,7 +117,7 @@ FREE_KEYS = frozenset(
         "trackers",
         "max_hours",
     )
-) | {("data", "title")}
+) | {("data", "title"), *(("deployment", key) for key in keys(DeploymentSettings))}
 # Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
 CHOSEN_KEYS = ("stacked_clients", "slices")
 # Settings whose "auto" or null a run replaces by its choice in its recipe.yaml; runs that chose differently are not
@@ -130,6 +133,7 @@ _LATER_KEYS = {
     ("costs", "seconds_per_step"): None,
     ("data", "task"): "classification",
     **{("data", key): None for key in OF_CONVERSATIONS},
+    ("data", "classes"): None,
     ("data", "image"): None,
     ("data", "image_size"): None,
     ("data", "augment"): "none",
@@ -139,7 +143,11 @@ _LATER_KEYS = {
     ("eval", "new_tokens"): 48,
 }
 _SECTIONS = [
+<<<<<<< HEAD
     "model", "lora", "data", "partition", "algorithm", "federation", "local", "uploads", "eval", "run", "costs",
+=======
+    "model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs", "deployment",
+>>>>>>> main
 ]  # fmt: skip
 
 
@@ -183,7 +191,7 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
         else build(cls, without_nulls(cls, values.get(section, {})), f"{where}: {section}.")
         for section, cls in SECTION_TYPES.items()
     }
-    if sections["data"].name is None and sections["data"].train is None:
+    if sections["data"].name is None and sections["data"].train is None and not values.get("deployment"):
         raise UserError(
             f"{where}: data.name: missing; expected a data set's name, or data.train with data.text, data.label"
         )
