@@ -6,7 +6,7 @@ unbiased. The draws u depend on the run's seed, the round, the client and the ve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from fedllm.aggregation.upload_checks import misfit
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.common.seeding import torch_rng
 from fedllm.common.tensors import State
@@ -67,6 +68,44 @@ def format_of(name: str, form: Format, declared: Declared) -> Format:
     return form if name in declared.changes else "bfloat16"
 
 
+def to_wire(uploads: Uploads, names: Iterable[str]) -> State:
+    """The tensors that travel for the vectors `names`: codes under the vector's own name, scales beside them."""
+    found: State = {}
+    for name in names:
+        parts = uploads.encoded.get(name, {"": uploads.sent[name]})
+        found |= {name + suffix: value for suffix, value in parts.items()}
+    return found
+
+
+def from_wire(found: State, form: Format, declared: Declared) -> State | str:
+    """The vectors {name: [1, n]} of `declared.sent`, as one client sent them; or what is wrong with the tensors."""
+    forms = {name: format_of(name, form, declared) for name in declared.sent}
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, n in declared.sent.items():
+        shapes = _wire_shapes(n, forms[name], declared.dtype)
+        expected |= {name + suffix: shape for suffix, shape in shapes.items()}
+    if not isinstance(found, Mapping) or found.keys() != expected.keys():
+        return misfit(found, {name: shape for name, (shape, _) in expected.items()}, declared.dtype) or ""
+    for name, (shape, dtype) in expected.items():
+        if why := misfit({name: found[name]}, {name: shape}, dtype):
+            return why
+    vectors: State = {}
+    for name, n in declared.sent.items():
+        parts = {suffix: found[name + suffix] for suffix in ("", SCALE) if name + suffix in expected}
+        vectors[name] = decode(parts, forms[name], n, declared.dtype)
+    return vectors
+
+
+def _wire_shapes(n: int, form: Format, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor of one client's vector of n values, by suffix."""
+    scale = {SCALE: ((1, -(-n // BLOCK)), torch.float32)}
+    if form == "int8":
+        return {"": ((1, n), torch.int8), **scale}
+    if form == "int4":
+        return {"": ((1, -(-n // 2)), torch.uint8), **scale}
+    return {"": ((1, n), torch.bfloat16 if form == "bfloat16" else dtype)}
+
+
 @dataclass(frozen=True)
 class Rounding:
     """Replaces each vector by what the receiver will decode. seed: run.seed."""
@@ -78,13 +117,13 @@ class Rounding:
         for name, value in uploads.sent.items():
             form = format_of(name, self.form, declared)
             if form != "float32":
-                uploads.sent[name] = decode(self.encode(name, value, form, uploads), form, value.shape[1], value.dtype)
+                found = uploads.encoded[name] = self._encode(name, value, form, uploads)
+                uploads.sent[name] = decode(found, form, value.shape[1], value.dtype)
 
     def receive(self, uploads: Uploads, declared: Declared, rows: int) -> None:
         """The message was decoded where it was read."""
 
-    def encode(self, name: str, value: Tensor, form: Format, uploads: Uploads) -> State:
-        """What travels for one vector of these clients."""
+    def _encode(self, name: str, value: Tensor, form: Format, uploads: Uploads) -> State:
         draws = None
         if form in LARGEST:
             draws = uniform(self.seed, uploads.round, uploads.clients, name, value.shape[1]).to(value.device)

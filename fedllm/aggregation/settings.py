@@ -49,3 +49,7 @@ class UploadsSettings:
                     f"{type(algorithm).__name__} sends"
                 )
         return dict(self.clip)
+
+
+PLAIN = UploadsSettings()
+"""Uploads as they are."""

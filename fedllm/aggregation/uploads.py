@@ -46,7 +46,8 @@ class Uploads:
 
     sent {name: [C, length]}. kept {name: [C, length]}: what the clients keep if their uploads are accepted.
     before {name: [C, length]}: what they kept before the round. clients: their numbers, in the order of the rows.
-    round: from 0. rejected: row -> the reason why that client's upload is not accepted.
+    round: from 0. rejected: row -> the reason why that client's upload is not accepted. encoded: name -> what travels
+    in the place of `sent[name]`, see compression.encode.
     """
 
     sent: State
@@ -55,6 +56,7 @@ class Uploads:
     clients: Sequence[int] = ()
     round: int = 0
     rejected: dict[int, str] = field(default_factory=dict)
+    encoded: dict[str, State] = field(default_factory=dict)
 
     def accepted(self, rows: int) -> list[int]:
         """The accepted ones of the rows 0 to rows - 1."""

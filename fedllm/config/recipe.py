@@ -142,12 +142,10 @@ _LATER_KEYS = {
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
 }
+_LATER_SECTIONS = ("uploads",)
 _SECTIONS = [
-<<<<<<< HEAD
     "model", "lora", "data", "partition", "algorithm", "federation", "local", "uploads", "eval", "run", "costs",
-=======
-    "model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs", "deployment",
->>>>>>> main
+    "deployment",
 ]  # fmt: skip
 
 
@@ -223,6 +221,15 @@ def _check_sections(values: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: unknown section '{section}'{known}; known sections: {', '.join(_SECTIONS)}")
         if not isinstance(values[section], Mapping) and not (section in OPTIONAL and values[section] is None):
             raise UserError(f"{where}: {section}: found {values[section]!r}, expected keys and values")
+
+
+def own_sections(values: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[str, Any]]:
+    """The sections of a recipe.yaml that any version wrote, see own_keys.
+
+    A section that the version did not have yet gets the values that say what the version did.
+    """
+    missing: dict[str, dict[str, Any]] = {section: {} for section in _LATER_SECTIONS if section not in values}
+    return {section: own_keys(section, keys) for section, keys in (dict(values) | missing).items()}
 
 
 def own_keys(section: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
