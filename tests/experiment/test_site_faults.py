@@ -71,11 +71,11 @@ def processes(three: Path, tmp_path: Path) -> Iterator[SiteProcesses]:
 
 @pytest.mark.slow
 def test_sites_killed_at_every_moment(three: Path, tmp_path: Path, processes: SiteProcesses) -> None:
-    """Six rounds, in each of which one site is killed with -9, and clocks that are days apart."""
-    overrides = [*OVERRIDES, "federation.rounds=6", "deployment={sites: 3, deadline: 300, patience: 60}"]
+    """Seven rounds, in each of which but the last one site is killed with -9, and clocks that are days apart."""
+    overrides = [*OVERRIDES, "federation.rounds=7", "deployment={sites: 3, deadline: 300, patience: 300}"]
     recipe = recipe_of(three / "recipe.yaml", overrides, tmp_path / "deployed")
     found = serve(recipe, LocalLink(processes.sockets))
-    assert sum(processes.starts) == 3 + len(MOMENTS)
+    assert processes.starts == 3 + len(MOMENTS)
     assert apart(found, simulated(three / "recipe.yaml", overrides, tmp_path / "simulated")) <= 1e-6
     assert all(line["missing"] == [] and line["rejected"] == {} for line in found.metrics)
 
@@ -129,7 +129,8 @@ def test_what_is_no_upload_of_the_round_does_not_count(three: Path, tmp_path: Pa
     link.spoil = lambda site, kind, answer: spoilt(answer, next(told)) if (site, kind) == (1, "train") else answer
     found = deployed(three / "recipe.yaml", overrides, tmp_path / "spoilt", link)
     for line, why in zip(found.metrics, ways.values(), strict=True):
-        assert list(line["rejected"]) == ["1"] and why in line["rejected"]["1"]
+        assert list(line["rejected"]) == ["1"]
+        assert why in line["rejected"]["1"]
     absent = link_of(three, tmp_path / "other")
     absent.end(1)
     assert apart(found, deployed(three / "recipe.yaml", overrides, tmp_path / "absent", absent)) == 0
@@ -163,7 +164,7 @@ def test_a_full_disk_at_the_server_ends_the_run_which_goes_on(
         return save(self, state, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Checkpoints, "save", full)
-    with pytest.raises(RunError, match="the checkpoint of round 2.*The checkpoint of round 1 is intact"):
+    with pytest.raises(RunError, match=r"the checkpoint of round 2.*The checkpoint of round 1 is intact"):
         deployed(three / "recipe.yaml", OVERRIDES, tmp_path / "deployed", link_of(three, tmp_path))
     found = deployed(three / "recipe.yaml", OVERRIDES, tmp_path / "deployed", link_of(three, tmp_path))
     assert apart(found, simulated(three / "recipe.yaml", OVERRIDES, tmp_path / "simulated")) <= 1e-6
@@ -175,8 +176,7 @@ def test_too_few_sites_end_the_run_with_their_reasons(three: Path, tmp_path: Pat
     link.settings[1] = settings(tmp_path, paths(three)[1], "site1", allow=Policy(algorithms=["fedavg"]))
     link.restart(1)
     began = time.monotonic()
-    with pytest.raises(
-        RunError, match=r"waited 2 s .* for 3 sites(.|\n)*site 0: was not reached(.|\n)*allow.algorithms"
-    ):
+    told = r"waited 2 s .* for 3 sites(.|\n)*site 0: was not reached(.|\n)*allow.algorithms"
+    with pytest.raises(RunError, match=told):
         deployed(three / "recipe.yaml", [*OVERRIDES, "deployment={sites: 3, patience: 2}"], tmp_path / "deployed", link)
     assert time.monotonic() - began < 60

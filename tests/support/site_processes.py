@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,51 +22,58 @@ MOMENTS = (
 class SiteProcesses:
     """Keeps a process for each site until `close`: one that ended is started again after a moment.
 
+    They are forks of one process that has imported everything, which takes half a minute on a busy machine.
     kills: round (from 0) -> (site, one of MOMENTS): that site kills itself there with SIGKILL, once."""
 
     def __init__(self, folder: Path, trains: Sequence[Path], kills: dict[int, tuple[int, str]] | None = None) -> None:
-        self.folder, self.starts = folder, [0] * len(trains)
-        self._files = [self._write(site, path, kills or {}) for site, path in enumerate(trains)]
-        self._ended = threading.Event()
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        self.folder, self.count = folder, len(trains)
+        for site, path in enumerate(trains):
+            self._write(site, path, kills or {})
+        words = [sys.executable, __file__, str(folder), str(self.count)]
+        self._parent = subprocess.Popen(words, stdin=subprocess.PIPE)
 
     @property
     def sockets(self) -> dict[int, Path]:
-        return {site: self.folder / f"s{site}" / "socket" for site in range(len(self._files))}
+        return {site: self.folder / f"s{site}" / "socket" for site in range(self.count)}
 
-    def _write(self, site: int, train: Path, kills: dict[int, tuple[int, str]]) -> Path:
-        file = self.folder / f"site{site}.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
+    @property
+    def starts(self) -> int:
+        """Processes that were started so far."""
+        return len((self.folder / "starts").read_text())
+
+    def _write(self, site: int, train: Path, kills: dict[int, tuple[int, str]]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         own = {round: moment for round, (killed, moment) in kills.items() if killed == site}
         (self.folder / f"kills{site}.yaml").write_text(yaml.safe_dump(own))
         keys = {
             "name": f"site{site}", "server": "127.0.0.1:18000", "insecure": True, "train": str(train),
             "state": str(self.folder / f"state{site}"), "threads": 1, "device": "cpu", "allow": {"min_sites": None},
         }  # fmt: skip
-        file.write_text(yaml.safe_dump(keys))
-        return file
-
-    def _watch(self) -> None:
-        while not self._ended.is_set():
-            for site, file in enumerate(self._files):
-                if site not in self._running or self._running[site].poll() is not None:
-                    words = [sys.executable, __file__, str(file), str(self.sockets[site]), str(site)]
-                    self._running[site] = subprocess.Popen(words)
-                    self.starts[site] += 1
-            self._ended.wait(0.3)
-
-    def kill(self, site: int) -> None:
-        """Kills a site's process; it is started again."""
-        self._running[site].send_signal(signal.SIGKILL)
+        (self.folder / f"site{site}.yaml").write_text(yaml.safe_dump(keys))
 
     def close(self) -> None:
-        self._ended.set()
-        self._thread.join()
-        for process in self._running.values():
-            process.kill()
-            process.wait()
+        assert self._parent.stdin is not None
+        self._parent.stdin.close()
+        self._parent.wait()
+
+
+def watch(folder: Path, count: int) -> None:
+    """Forks a process for each site, and another where one ended, until stdin is closed."""
+    import fedllm.experiment.site  # noqa: F401
+
+    running: dict[int, int] = {}
+    while not select.select([sys.stdin], [], [], 0.2)[0]:
+        for site in range(count):
+            if site in running and os.waitpid(running[site], os.WNOHANG) == (0, 0):
+                continue
+            with (folder / "starts").open("a") as file:
+                file.write(".")
+            if (child := os.fork()) == 0:
+                main(str(folder / f"site{site}.yaml"), str(folder / f"s{site}" / "socket"), str(site))
+            running[site] = child
+    for child in running.values():
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def main(file: str, socket: str, number: str) -> None:
@@ -110,4 +118,4 @@ def main(file: str, socket: str, number: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    watch(Path(sys.argv[1]), int(sys.argv[2]))
