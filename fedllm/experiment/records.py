@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fedllm.common.errors import RunError
-from fedllm.experiment.build import Job
 from fedllm.experiment.client_samples import count_samples
+from fedllm.experiment.job import Job
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.run_facts import RunFacts
 from fedllm.federation.costs import client_memory, simulated_seconds, stored_values, vectors_per_round

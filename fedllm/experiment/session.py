@@ -14,8 +14,9 @@ from fedllm.common.console import say, say_all, stage, warn
 from fedllm.common.errors import UserError
 from fedllm.common.files import replace_text, sync
 from fedllm.config.recipe import Recipe
-from fedllm.experiment.build import Job, ReadCache, build_together
+from fedllm.experiment.build import ReadCache, build_together
 from fedllm.experiment.checkpoints import Checkpoints, Snapshot
+from fedllm.experiment.job import Job
 from fedllm.experiment.records import partition_summary, start_costs
 from fedllm.experiment.resume import as_before, check_data
 from fedllm.experiment.run_facts import RunFacts
