@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -116,6 +117,10 @@ def new_federation(
 
     recipe: the text of the recipe. address: host:port under which the sites reach the server. listen: host:port that
     the server binds. Raises UserError if a file exists already."""
+    if not names:
+        raise UserError("--sites: found 0, expected at least 1")
+    _host_and_port("--address", address)
+    _host_and_port("--listen", listen)
     folder = folder.absolute()
     server = folder / "server"
     for path in (server, server / "app", *(folder / name for name in names)):
@@ -133,6 +138,34 @@ def new_federation(
     write_new(server / "sites.yaml", yaml.safe_dump({"listen": listen, "sites": entries}, sort_keys=False).encode())
     _write_app(server)
     return [server, *(folder / name for name in names)]
+
+
+def recipe_text(sites: int) -> str:
+    """The recipe of the template, for this number of sites."""
+    text = (Path(__file__).parent / "templates" / "recipe.yaml").read_text(encoding="utf-8")
+    return text.replace("SITES", str(sites)).replace("LEAST", str(min(2, sites)))
+
+
+def require_address(what: str, address: str) -> str:
+    """What a server under host:port binds: a loopback address itself, else all addresses of its machine. UserError if
+    the address is none."""
+    host, port = _host_and_port(what, address)
+    return address if is_loopback(host.strip("[]")) else f"0.0.0.0:{port}"
+
+
+def _host_and_port(what: str, address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536) or "/" in host:
+        raise UserError(f"{what}: found '{address}', expected host:port, such as 10.0.0.5:{PORT}")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name is this machine's own, which no other machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _write_app(server: Path) -> None:
@@ -165,9 +198,7 @@ def read_server_folder(path: Path) -> ServerFolder:
         raise UserError(f"{file}: not readable as YAML: {error}") from error
     if not isinstance(values, Mapping) or set(values) != {"listen", "sites"} or not isinstance(values["sites"], list):
         raise UserError(f"{file}: expected listen: host:port, and a list sites: of number, name and key")
-    host, colon, port = str(values["listen"]).rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
-        raise UserError(f"{file}: listen: found '{values['listen']}', expected host:port, such as 0.0.0.0:{PORT}")
+    _host_and_port(f"{file}: listen", str(values["listen"]))
     sites = [_entry(file, place, value) for place, value in enumerate(values["sites"])]
     _check_sites(file, sites)
     return ServerFolder(path.absolute(), str(values["listen"]), sites)
@@ -190,8 +221,8 @@ def _check_sites(file: Path, sites: Sequence[SiteEntry]) -> None:
         raise UserError(
             f"{file}: numbers: found {[s.number for s in sites]}, expected 0 to {len(sites) - 1}, each once"
         )
-    for what, found in (("name", [s.name for s in sites]), ("key", [public_point(s.key).hex() for s in sites])):
-        if len({*found}) < len(found) or not all(found):
+    for what, those in (("name", [s.name for s in sites]), ("key", [public_point(s.key).hex() for s in sites])):
+        if len({*those}) < len(those) or not all(those):
             raise UserError(f"{file}: two sites have one {what}, or one has none; expected {what}s that differ")
 
 

@@ -1,4 +1,4 @@
-"""Starts Flower's processes, watches them, and starts again what died: flower-superlink, flower-supernode, `flwr run`."""
+"""Starts Flower's processes, watches them, and starts again what died. Runs commands of `flwr`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WINDOW = 600.0  # seconds
 _LOOK = 0.5  # seconds between looks at a process
 _COMMAND = 120.0  # seconds that a command of flwr may take
 _TAIL = 2000  # bytes of a log that an error may quote
-# Ends with its parent, also where that is killed. A program of its own, because a fork of a process with threads may hang.
+# Ends with its parent, also where that is killed. A program of its own: a fork of a process with threads may hang.
 _BOUND = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
     "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"
@@ -44,8 +44,8 @@ def flower_folder() -> Path:
         if (place / "flower-superlink").is_file() and (place / "flower-supernode").is_file():
             return place
     raise UserError(
-        f"Flower is not installed (looked in {', '.join(map(str, places))}); run: pip install 'fedllm[flower]', or name "
-        "the folder of its commands in FEDLLM_FLOWER"
+        f"Flower is not installed (looked in {', '.join(map(str, places))}); run: pip install 'fedllm[flower]', or "
+        "name the folder of its commands in FEDLLM_FLOWER"
     )
 
 

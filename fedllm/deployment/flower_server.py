@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replace_text
-from fedllm.deployment.federation_folder import ServerFolder, require_certificates
+from fedllm.deployment.federation_folder import ServerFolder, is_loopback, require_certificates
 from fedllm.deployment.flower_processes import Child, environment, flwr, wait_for_port
 from fedllm.deployment.grid_link import GridLink
 
@@ -86,7 +85,8 @@ class FlowerServer:
     def _configure(self) -> None:
         """Flower's config.toml, which names the SuperLink for flwr's commands."""
         how = "insecure = true" if self._insecure else f'root-certificates = "{self._folder.path / "ca.crt"}"'
-        text = f'[superlink]\ndefault = "{_LINK}"\n\n[superlink.{_LINK}]\naddress = "127.0.0.1:{self._folder.port}"\n{how}\n'
+        address = f'address = "127.0.0.1:{self._folder.port}"'
+        text = f'[superlink]\ndefault = "{_LINK}"\n\n[superlink.{_LINK}]\n{address}\n{how}\n'
         replace_text(self._home / "config.toml", text)
 
     def _register(self) -> None:
@@ -113,10 +113,7 @@ class FlowerServer:
         starts, began = 1, time.monotonic()
         while not self._stop.wait(0.5):
             process = self.link.relay_process
-            if process and not _alive(process):
-                late = True
-            else:
-                late = not process and time.monotonic() - began > _RELAY_START
+            late = not _alive(process) if process else time.monotonic() - began > _RELAY_START
             if process and not late:
                 starts = 0
             if not late:
@@ -153,8 +150,8 @@ def _check(folder: ServerFolder, insecure: bool) -> None:
         require_certificates(folder)
     elif not is_loopback(host):
         raise UserError(
-            f"{folder.path / 'sites.yaml'}: listen: found '{folder.listen}' with --insecure, expected an address of this "
-            "machine alone, such as 127.0.0.1:18000; without TLS anyone on the network could read and change messages"
+            f"{folder.path / 'sites.yaml'}: listen: found '{folder.listen}' with --insecure, expected an address of "
+            "this machine alone, such as 127.0.0.1:18000: without TLS others could read and change messages"
         )
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -163,14 +160,7 @@ def _check(folder: ServerFolder, insecure: bool) -> None:
             probe.bind((host, folder.port))
     except OSError as error:
         raise UserError(
-            f"{folder.path / 'sites.yaml'}: listen: {folder.listen} cannot be used ({error.strerror}); end what listens "
-            "there, or choose another port here and in every site.yaml"
+            f"{folder.path / 'sites.yaml'}: listen: {folder.listen} cannot be used ({error.strerror}); end what "
+            "listens there, or choose another port here and in every site.yaml"
         ) from None
 
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name is this machine's own, which no other machine reaches."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

@@ -108,8 +108,8 @@ def _handshake(site: Connection, host: str, port: int) -> None:
         raise UserError(_certificate_fault(site, error.verify_message)) from None
     except ssl.SSLError as error:
         raise UserError(
-            f"{site.server}: what answers there speaks no TLS ({error.reason}); check the port in `server:`, or whether "
-            "the server was started with --insecure"
+            f"{site.server}: what answers there speaks no TLS ({error.reason}); check the port in `server:`, or "
+            "whether the server was started with --insecure"
         ) from None
 
 
@@ -121,5 +121,5 @@ def _certificate_fault(site: Connection, why: str) -> str:
             "the certificate is for another address: connect to the one that it names, or who runs the server renews it"
         )
     else:
-        todo = f"it is not signed by {site.certificate}: another server answers there, or the file is of another federation"
+        todo = f"it is not signed by {site.certificate}: another server answers, or the file is of another federation"
     return f"{site.server}: the server's certificate is refused ({why}); {todo}"

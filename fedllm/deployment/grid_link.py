@@ -1,7 +1,7 @@
-"""The server's link to its sites over Flower: a relay in Flower's ServerApp carries messages to and from a local socket.
+"""The server's link to its sites over Flower, whose ServerApp relays messages to and from a local socket.
 
-The process that runs the rounds listens (GridLink). The relay (deployment.flower) asks it again and again: it brings the
-nodes and the replies, and takes the requests. So a relay that ends and is started again loses nothing. Needs no flwr.
+The process that runs the rounds listens (GridLink). The relay (deployment.flower) asks it again and again: it brings
+the nodes and the replies, and takes the requests. So a relay that ends and is started again loses nothing. No flwr.
 """
 
 from __future__ import annotations
@@ -157,6 +157,8 @@ class GridLink:
 
     def close(self) -> None:
         """Tells the relay to end, and stops listening."""
+        if self._stop.is_set():
+            return
         with self._lock:
             self._stopping = True
             self._requests.clear()
