@@ -158,9 +158,11 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def check_broadcast(broadcast: Broadcast, x: Tensor, algorithm: Algorithm, info: RoundInfo) -> None:
+def check_broadcast(
+    broadcast: Broadcast, x: Tensor, algorithm: Algorithm, info: RoundInfo, beside: Mapping[str, int] | None = None
+) -> None:
     """Raises UserError unless the broadcast's round is in the run, its terms agree, and x and the downloads fit the
-    model's size and dtype."""
+    model's size and dtype. beside: other vectors that it must have, with their numbers of values."""
     if not isinstance(broadcast.round, int) or not 0 <= broadcast.round < info.total:
         raise UserError(
             f"broadcast round: found {broadcast.round}, expected 0 to {info.total - 1}, the rounds of the run"
@@ -172,7 +174,7 @@ def check_broadcast(broadcast: Broadcast, x: Tensor, algorithm: Algorithm, info:
         )
     unused = algorithm.server_vectors().keys() - algorithm.downloads().keys()  # allowed in a broadcast, and ignored
     found = {"x": broadcast.x} | {name: value for name, value in broadcast.server.items() if name not in unused}
-    expected = {"x": len(x)} | lengths(algorithm.downloads(), x, info)
+    expected = {"x": len(x)} | lengths(algorithm.downloads(), x, info) | (dict(beside) if beside else {})
     if why := fault(found, expected, x.dtype):
         raise UserError(
             f"broadcast of round {broadcast.round}: {why}; send what Server.broadcast() gives, of a "

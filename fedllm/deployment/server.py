@@ -99,6 +99,15 @@ class Server:
         """The most bytes that an upload may have."""
         return sum(self._declared.sent.values()) * self.x.element_size() + _HEAD_BYTES
 
+    @property
+    def accepted(self) -> list[int]:
+        """The clients whose uploads of this round were accepted."""
+        return list(self._receipts)
+
+    def mean_update(self) -> Tensor:
+        """The mean [d] (float64) of the updates d_i that were accepted in this round, by the aggregation's weights."""
+        return self._reduction.sums["d"] / self._reduction.counts["weight"]
+
     def _start(self) -> str:
         """A digest of the round and x. It differs between runs, and after the server was restored and x changed."""
         return tensor_file.digest(str(self.round), {"x": self.x})

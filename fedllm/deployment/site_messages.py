@@ -29,14 +29,14 @@ _Check = Callable[[Any], bool]
 class Announcement:
     """What a site must know of a run before it can train: server to site.
 
-    run: 32 hex digits that name the run. site: the site's number, 0 to sites - 1. recipe: Recipe.sections of the
-    server's recipe. classes: their names in the order of their ids, () where labels are none. version: of fedllm.
+    run: 32 hex digits that name the run. site: the site's number, 0 to sites - 1. recipe: the server's, section by
+    section, null for one that is null. classes: their names by id, () where labels are none. version: of fedllm.
     """
 
     run: str
     site: int
     sites: int
-    recipe: dict[str, dict[str, Any]]
+    recipe: dict[str, dict[str, Any] | None]
     classes: tuple[str, ...]
     version: str
 
@@ -255,7 +255,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _is_sections(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
+    return isinstance(value, dict) and all(isinstance(each, dict | None) for each in value.values())
 
 
 def _is_versions(value: Any) -> bool:
