@@ -163,4 +163,3 @@ def _check(folder: ServerFolder, insecure: bool) -> None:
             f"{folder.path / 'sites.yaml'}: listen: {folder.listen} cannot be used ({error.strerror}); end what "
             "listens there, or choose another port here and in every site.yaml"
         ) from None
-
