@@ -12,7 +12,7 @@ from pathlib import Path
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replace_text
 from fedllm.deployment.federation_folder import ServerFolder, is_loopback, require_certificates
-from fedllm.deployment.flower_processes import Child, environment, flwr, wait_for_port
+from fedllm.deployment.flower_processes import Child, command, environment, wait_for_port
 from fedllm.deployment.grid_link import GridLink
 
 _LINK = "fedllm"  # the connection's name in Flower's config.toml
@@ -91,22 +91,26 @@ class FlowerServer:
 
     def _register(self) -> None:
         """Registers the keys of sites.yaml that this SuperLink, whose database is kept, does not have yet."""
+        new: dict[Path, str] = {}
         for site in self._folder.sites:
             file, key = self._home / f"{site.name}.pub", f"{site.key}\n"
-            if file.exists() and file.read_text() == key:
-                continue
-            aside = self._home / f"{site.name}.new"
-            replace_text(aside, key)
-            try:
-                flwr(["supernode", "register", str(aside), _LINK, "--name", site.name], self._home)
-            except RunError as error:
-                if "already" not in str(error):
-                    raise
-            aside.replace(file)
+            if not file.exists() or file.read_text() != key:
+                new[file] = key
+        if new:
+            aside = {file: file.with_suffix(".new") for file in new}
+            for file, key in new.items():
+                replace_text(aside[file], key)
+            files = [f"{file.stem}={other}" for file, other in aside.items()]
+            command(["python", "-m", "fedllm.deployment.flower_control", _LINK, *files], self._home)
+            for file, other in aside.items():
+                other.replace(file)
 
     def _run(self) -> None:
         config = f'socket="{self._folder.socket}"'
-        flwr(["run", str(self._folder.path / "app"), _LINK, "--run-config", config], self._home)
+        command(
+            ["flwr", "run", str(self._folder.path / "app"), _LINK, "--run-config", config, "--format", "json"],
+            self._home,
+        )
 
     def _watch(self) -> None:
         """Starts another run where the ServerApp has gone: it died, or the SuperLink with it."""
@@ -163,4 +167,3 @@ def _check(folder: ServerFolder, insecure: bool) -> None:
             f"{folder.path / 'sites.yaml'}: listen: {folder.listen} cannot be used ({error.strerror}); end what "
             "listens there, or choose another port here and in every site.yaml"
         ) from None
-

@@ -17,7 +17,7 @@ from fedllm.common.files import replace_text
 from fedllm.deployment.flower_processes import Child, environment
 
 _PATIENCE = 600.0  # seconds in which the server must answer for the first time
-_REFUSED = re.compile(r"\[code: 2004\][^\n]*")  # Flower's answer to a node whose key is not registered
+_REFUSED = re.compile(r"refused (\[code: \d+\][^\n]*)")  # of flower_node
 
 
 class Connection(Protocol):
@@ -63,8 +63,9 @@ def _refusal(site: Connection, log: str) -> UserError | None:
     """What in a dead node's log no new start would mend."""
     if (found := _REFUSED.search(log)) is not None:
         return UserError(
-            f"{site.server}: the server does not know the key of this site ({found.group()}); send the public key of "
-            f"{site.key} (ssh-keygen -y -f {site.key}) to who runs the server, for its sites.yaml"
+            f"{site.server}: the server refuses this site's key {site.key} ({found.group(1)}): it is not in the "
+            "server's sites.yaml, or another process uses it; send who runs the server its public key: "
+            f"ssh-keygen -y -f {site.key}"
         )
     return None
 
