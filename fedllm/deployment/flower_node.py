@@ -27,21 +27,20 @@ if TYPE_CHECKING:
 _OFTEN, _SELDOM = 0.2, 1.0  # seconds between questions for a message, while one came lately and later
 _LATELY = 60.0  # seconds
 _ABSENT = 60.0  # seconds without the resident process, after which the node ends
-_ADMIT = 75.0  # seconds; longer than a server takes a killed node for alive, and than it takes to register keys
 _NOT_YET = (2004,)  # Flower's code for a key that is not registered, or whose node is connected
 _HEARTBEAT = 30.0  # seconds, for the time of the question
 _log = logging.getLogger("fedllm.node")
 
 
 def main(settings: Mapping[str, Any]) -> None:
-    """Serves until a signal ends it. settings: superlink, certificate, key, socket, name, memory (a file)."""
+    """Serves until a signal ends it. settings: superlink, certificate, key, socket, name, memory (a file), admit."""
     from flwr.supernode.fleet_http_connection import http_request_response
 
     keys = _keys(settings["key"])
     certificate = Path(settings["certificate"]).read_bytes() if settings["certificate"] else None
     insecure, memory = certificate is None, Path(settings["memory"])
     if keys is not None:
-        _admit(settings["superlink"], certificate, keys, memory)
+        _admit(settings["superlink"], certificate, keys, memory, settings["admit"])
     # Without a limit of its own every request is tried again until the server is there.
     with http_request_response(settings["superlink"], insecure, certificate, keys) as connection:
         memory.write_text(str(connection[0]))
@@ -58,7 +57,7 @@ def _keys(path: str | None) -> tuple[Any, Any] | None:
     return key, key.public_key()
 
 
-def _admit(address: str, certificate: bytes | None, keys: tuple[Any, Any], memory: Path) -> None:
+def _admit(address: str, certificate: bytes | None, keys: tuple[Any, Any], memory: Path, seconds: float) -> None:
     """Waits until the server admits this site's key. Ends an earlier connection of this site first: after a kill the
     server takes that for alive for a minute, and would refuse this one. SystemExit if the key is not admitted."""
     import httpx
@@ -71,7 +70,7 @@ def _admit(address: str, certificate: bytes | None, keys: tuple[Any, Any], memor
 
     interceptors = [RuntimeVersionHttpInterceptor(component_name="SuperNode"), NodeAuthHttpInterceptor(*keys)]
     request = ActivateNodeRequest(public_key=public_key_to_bytes(keys[1]), heartbeat_interval=_HEARTBEAT)
-    end = time.monotonic() + _ADMIT
+    end = time.monotonic() + seconds
     with FleetHttpClient.from_server_address(address, False, certificate, interceptors=interceptors) as client:
         if memory.exists():
             with contextlib.suppress(httpx.HTTPError, RuntimeError, ValueError):  # it was signed off, or is unknown
