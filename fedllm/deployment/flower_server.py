@@ -30,7 +30,7 @@ class FlowerServer:
         self._failure: UserError | RunError | None = None
         self._starting = threading.Lock()
         self._stop = threading.Event()
-        self._superlink: Child | None = None
+        self.superlink: Child | None = None
         self.link = GridLink(folder.socket, folder.keys, folder.names, insecure=insecure, check=self.check)
 
     def __enter__(self) -> FlowerServer:
@@ -38,7 +38,7 @@ class FlowerServer:
             if not self._database.exists():
                 for known in self._home.glob("*.pub"):
                     known.unlink()
-            self._superlink = Child(self._command(), environment(self._home), self._log("superlink"))
+            self.superlink = Child(self._command(), environment(self._home), self._log("superlink"))
             wait_for_port(self._folder.port, _START, self.check)
             self._configure()
             if not self._insecure:
@@ -54,13 +54,13 @@ class FlowerServer:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self.link.close()
-        if self._superlink is not None:
-            self._superlink.end()
+        if self.superlink is not None:
+            self.superlink.end()
 
     def check(self) -> None:
         """Raises RunError if the SuperLink or the run could not be kept running."""
-        if self._superlink is not None:
-            self._superlink.check()
+        if self.superlink is not None:
+            self.superlink.check()
         if self._failure is not None:
             raise self._failure
 
@@ -130,7 +130,7 @@ class FlowerServer:
                 wait_for_port(self._folder.port, _START, self.check)
                 self._run()
             except (UserError, RunError) as error:
-                if starts >= _RUNS or self._superlink is None or self._superlink.failure is not None:
+                if starts >= _RUNS or self.superlink is None or self.superlink.failure is not None:
                     self._failure = error
                     return
                 began = time.monotonic() - _RELAY_START + 2  # again in two seconds

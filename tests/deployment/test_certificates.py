@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import stat
@@ -92,19 +93,17 @@ def test_the_command_writes_a_federation(tmp_path: Path, capsys: pytest.CaptureF
 # A site looks at the server's certificate before it connects.
 
 
-def serve_tls(folder: Path) -> int:
+def serve_tls(folder: Path, host: str = "127.0.0.1") -> int:
     """A TLS server with the folder's certificate, for one connection; returns its port."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = socket.create_server((host, 0))
 
     def accept() -> None:
         connection, _ = listening.accept()
         with listening, connection:
-            try:
+            with contextlib.suppress(OSError):
                 context.wrap_socket(connection, server_side=True).close()
-            except OSError:
-                pass
 
     threading.Thread(target=accept, daemon=True).start()
     return int(listening.getsockname()[1])
@@ -129,22 +128,22 @@ def test_a_good_certificate_is_accepted(tmp_path: Path) -> None:
 
 def test_a_foreign_certificate_is_refused(tmp_path: Path) -> None:
     one, other = certificates(tmp_path / "one"), certificates(tmp_path / "other")
-    with pytest.raises(UserError, match="certificate is refused.*another server answers, or the file is of another"):
+    with pytest.raises(UserError, match=r"certificate is refused.*another server answers, or the file is of another"):
         wait_for_server(site(serve_tls(one), other / "ca.crt"), 5)
 
 
 def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
     folder = certificates(tmp_path / "one", days=-1)
-    with pytest.raises(UserError, match="certificate is refused .*expired.*renew its certificate"):
+    with pytest.raises(UserError, match=r"certificate is refused .*expired.*renew its certificate"):
         wait_for_server(site(serve_tls(folder), folder / "ca.crt"), 5)
 
 
 def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
     folder = certificates(tmp_path / "one", hosts=("10.9.8.7",))
-    settings = site(serve_tls(folder), folder / "ca.crt")
+    settings = site(serve_tls(folder, "127.0.0.2"), folder / "ca.crt")
     settings = SiteSettings(**{**vars(settings), "server": settings.server.replace("127.0.0.1", "127.0.0.2")})
-    with pytest.raises((UserError, RunError), match="another address|nothing answers"):
-        wait_for_server(settings, 0.1)
+    with pytest.raises(UserError, match="it is for another address"):
+        wait_for_server(settings, 5)
 
 
 def test_a_wrong_address_is_named(tmp_path: Path) -> None:
