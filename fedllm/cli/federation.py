@@ -38,7 +38,9 @@ def add_commands(commands: Commands) -> None:
 
     federation = commands.add_parser("federation", help="make the files of a federation, or try one on this machine")
     actions = federation.add_subparsers(required=True, metavar="ACTION", parser_class=CommandParser)
-    new = add_command(actions, "new", _new, "write certificates, keys and files for a server and its sites", lambda: _NEW)
+    new = add_command(
+        actions, "new", _new, "write certificates, keys and files for a server and its sites", lambda: _NEW
+    )
     new.add_argument("folder", type=Path, metavar="DIR", help="folder to write; nothing in it is overwritten")
     _add_sites(new)
     new.add_argument("--recipe", type=Path, help="the recipe to copy; default: the quickstart's model and task")
@@ -59,10 +61,15 @@ def _add_sites(parser: CommandParser) -> None:
 
 
 def _site_keys() -> str:
-    from fedllm.common.schema import help_lines
-    from fedllm.deployment.site_settings import SiteSettings
+    from dataclasses import fields
 
-    return "Keys of a site's file:\n\n" + "\n".join(help_lines(SiteSettings))
+    from fedllm.deployment.site_settings import Policy, SiteSettings
+
+    sections = {"": SiteSettings, "allow.": Policy}
+    lines = [
+        f"  {prefix}{each.name:<14} {each.metadata['help']}" for prefix, cls in sections.items() for each in fields(cls)
+    ]
+    return "Keys of a site's file:\n\n" + "\n".join(lines)
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -27,18 +27,20 @@ if TYPE_CHECKING:
 _OFTEN, _SELDOM = 0.2, 1.0  # seconds between questions for a message, while one came lately and later
 _LATELY = 60.0  # seconds
 _ABSENT = 60.0  # seconds without the resident process, after which the node ends
+_NOT_YET = (2004,)  # Flower's code for a key that is not registered, or whose node is connected
+_HEARTBEAT = 30.0  # seconds, for the time of the question
 _log = logging.getLogger("fedllm.node")
 
 
 def main(settings: Mapping[str, Any]) -> None:
-    """Serves until a signal ends it. settings: superlink, certificate, key, socket, name, memory (a file)."""
+    """Serves until a signal ends it. settings: superlink, certificate, key, socket, name, memory (a file), admit."""
     from flwr.supernode.fleet_http_connection import http_request_response
 
     keys = _keys(settings["key"])
     certificate = Path(settings["certificate"]).read_bytes() if settings["certificate"] else None
     insecure, memory = certificate is None, Path(settings["memory"])
     if keys is not None:
-        _sign_off(settings["superlink"], certificate, keys, memory)
+        _admit(settings["superlink"], certificate, keys, memory, settings["admit"])
     # Without a limit of its own every request is tried again until the server is there.
     with http_request_response(settings["superlink"], insecure, certificate, keys) as connection:
         memory.write_text(str(connection[0]))
@@ -55,23 +57,40 @@ def _keys(path: str | None) -> tuple[Any, Any] | None:
     return key, key.public_key()
 
 
-def _sign_off(address: str, certificate: bytes | None, keys: tuple[Any, Any], memory: Path) -> None:
-    """Ends an earlier connection of this site. After a kill the server takes that for alive for a minute, and would
-    refuse this one."""
+def _admit(address: str, certificate: bytes | None, keys: tuple[Any, Any], memory: Path, seconds: float) -> None:
+    """Waits until the server admits this site's key. Ends an earlier connection of this site first: after a kill the
+    server takes that for alive for a minute, and would refuse this one. SystemExit if the key is not admitted."""
     import httpx
-    from flwr.proto.fleet_pb2 import DeactivateNodeRequest
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
+    from flwr.supercore.error import FlowerError
     from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
     from flwr.supernode.fleet_http_client import FleetHttpClient
     from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-    if not memory.exists():
-        return
     interceptors = [RuntimeVersionHttpInterceptor(component_name="SuperNode"), NodeAuthHttpInterceptor(*keys)]
-    with (
-        contextlib.suppress(httpx.HTTPError, RuntimeError, ValueError),  # it was signed off, or the database is new
-        FleetHttpClient.from_server_address(address, False, certificate, interceptors=interceptors) as client,
-    ):
-        client.DeactivateNode(DeactivateNodeRequest(node_id=int(memory.read_text())))
+    request = ActivateNodeRequest(public_key=public_key_to_bytes(keys[1]), heartbeat_interval=_HEARTBEAT)
+    end = time.monotonic() + seconds
+    with FleetHttpClient.from_server_address(address, False, certificate, interceptors=interceptors) as client:
+        if memory.exists():
+            with contextlib.suppress(httpx.HTTPError, RuntimeError, ValueError):  # it was signed off, or is unknown
+                client.DeactivateNode(DeactivateNodeRequest(node_id=int(memory.read_text())))
+        while True:
+            try:
+                node = client.ActivateNode(request).node_id
+                client.DeactivateNode(DeactivateNodeRequest(node_id=node))
+                return
+            except httpx.HTTPStatusError as error:
+                found = FlowerError.from_json(error.response.text)
+                code, text = (found.code, found.message) if found else (error.response.status_code, "")
+                if time.monotonic() > end or code not in _NOT_YET:
+                    _log.error("refused [code: %s] %s", code, text)
+                    sys.exit(1)
+            except httpx.TransportError as error:
+                if time.monotonic() > end:
+                    raise
+                _log.info("the server does not answer: %s", error)
+            time.sleep(2.0)
 
 
 def _serve(connection: Any, settings: Mapping[str, Any]) -> None:

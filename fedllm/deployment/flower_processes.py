@@ -100,6 +100,7 @@ class Child:
         self._lock = threading.Lock()
         self.failure: UserError | RunError | None = None
         private_folder(log.parent)
+        log.write_bytes(b"")
         self._process = self._start()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -172,24 +173,29 @@ def _end_group(process: subprocess.Popen[bytes], seconds: float) -> None:
             process.wait(seconds)
 
 
-def flwr(arguments: Sequence[str], home: Path) -> dict[str, object]:
-    """Runs a command of flwr and returns its JSON. Raises RunError with the command's reason if it fails."""
-    command = [str(flower_folder() / "flwr"), *arguments, "--format", "json"]
+def command(arguments: Sequence[str], home: Path) -> None:
+    """Runs a command of Flower that prints JSON. Raises RunError with its reason if it fails."""
+    surroundings = environment(home)
+    program = flower_folder() / arguments[0]
     try:
         done = subprocess.run(
-            command, env=environment(home), capture_output=True, text=True, timeout=_COMMAND, stdin=subprocess.DEVNULL
+            [str(program), *arguments[1:]],
+            env=surroundings,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND,
+            stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        raise RunError(f"flwr {arguments[0]}: no answer within {_COMMAND:.0f} s") from None
+        raise RunError(f"{' '.join(arguments[:3])}: no answer within {_COMMAND:.0f} s") from None
     start = done.stdout.find("{")
     try:
-        found: dict[str, object] = json.loads(done.stdout[start:]) if start >= 0 else {}
+        found = json.loads(done.stdout[start:]) if start >= 0 else {}
     except ValueError:
         found = {}
     if done.returncode or found.get("success") is False:
         why = str(found.get("error-message") or done.stderr or done.stdout).strip()
-        raise RunError(f"flwr {' '.join(arguments[:2])}: {why[-_TAIL:]}")
-    return found
+        raise RunError(f"{' '.join(arguments[:3])}: {why[-_TAIL:]}")
 
 
 def free_port() -> int:

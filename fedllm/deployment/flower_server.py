@@ -12,7 +12,7 @@ from pathlib import Path
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replace_text
 from fedllm.deployment.federation_folder import ServerFolder, is_loopback, require_certificates
-from fedllm.deployment.flower_processes import Child, environment, flwr, wait_for_port
+from fedllm.deployment.flower_processes import Child, command, environment, wait_for_port
 from fedllm.deployment.grid_link import GridLink
 
 _LINK = "fedllm"  # the connection's name in Flower's config.toml
@@ -30,7 +30,7 @@ class FlowerServer:
         self._failure: UserError | RunError | None = None
         self._starting = threading.Lock()
         self._stop = threading.Event()
-        self._superlink: Child | None = None
+        self.superlink: Child | None = None
         self.link = GridLink(folder.socket, folder.keys, folder.names, insecure=insecure, check=self.check)
 
     def __enter__(self) -> FlowerServer:
@@ -38,7 +38,7 @@ class FlowerServer:
             if not self._database.exists():
                 for known in self._home.glob("*.pub"):
                     known.unlink()
-            self._superlink = Child(self._command(), environment(self._home), self._log("superlink"))
+            self.superlink = Child(self._command(), environment(self._home), self._log("superlink"))
             wait_for_port(self._folder.port, _START, self.check)
             self._configure()
             if not self._insecure:
@@ -54,13 +54,13 @@ class FlowerServer:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self.link.close()
-        if self._superlink is not None:
-            self._superlink.end()
+        if self.superlink is not None:
+            self.superlink.end()
 
     def check(self) -> None:
         """Raises RunError if the SuperLink or the run could not be kept running."""
-        if self._superlink is not None:
-            self._superlink.check()
+        if self.superlink is not None:
+            self.superlink.check()
         if self._failure is not None:
             raise self._failure
 
@@ -91,22 +91,26 @@ class FlowerServer:
 
     def _register(self) -> None:
         """Registers the keys of sites.yaml that this SuperLink, whose database is kept, does not have yet."""
+        new: dict[Path, str] = {}
         for site in self._folder.sites:
             file, key = self._home / f"{site.name}.pub", f"{site.key}\n"
-            if file.exists() and file.read_text() == key:
-                continue
-            aside = self._home / f"{site.name}.new"
-            replace_text(aside, key)
-            try:
-                flwr(["supernode", "register", str(aside), _LINK, "--name", site.name], self._home)
-            except RunError as error:
-                if "already" not in str(error):
-                    raise
-            aside.replace(file)
+            if not file.exists() or file.read_text() != key:
+                new[file] = key
+        if new:
+            aside = {file: file.with_suffix(".new") for file in new}
+            for file, key in new.items():
+                replace_text(aside[file], key)
+            files = [f"{file.stem}={other}" for file, other in aside.items()]
+            command(["python", "-m", "fedllm.deployment.flower_control", _LINK, *files], self._home)
+            for file, other in aside.items():
+                other.replace(file)
 
     def _run(self) -> None:
         config = f'socket="{self._folder.socket}"'
-        flwr(["run", str(self._folder.path / "app"), _LINK, "--run-config", config], self._home)
+        command(
+            ["flwr", "run", str(self._folder.path / "app"), _LINK, "--run-config", config, "--format", "json"],
+            self._home,
+        )
 
     def _watch(self) -> None:
         """Starts another run where the ServerApp has gone: it died, or the SuperLink with it."""
@@ -126,7 +130,7 @@ class FlowerServer:
                 wait_for_port(self._folder.port, _START, self.check)
                 self._run()
             except (UserError, RunError) as error:
-                if starts >= _RUNS or self._superlink is None or self._superlink.failure is not None:
+                if starts >= _RUNS or self.superlink is None or self.superlink.failure is not None:
                     self._failure = error
                     return
                 began = time.monotonic() - _RELAY_START + 2  # again in two seconds

@@ -17,7 +17,8 @@ from fedllm.common.files import replace_text
 from fedllm.deployment.flower_processes import Child, environment
 
 _PATIENCE = 600.0  # seconds in which the server must answer for the first time
-_REFUSED = re.compile(r"\[code: 2004\][^\n]*")  # Flower's answer to a node whose key is not registered
+_ADMIT = 90.0  # longer than a server takes a killed node for alive, and than it takes to register its sites' keys
+_REFUSED = re.compile(r"refused (\[code: \d+\][^\n]*)")  # of flower_node
 
 
 class Connection(Protocol):
@@ -42,8 +43,10 @@ def site_socket(state: Path) -> Path:
     return state / "run" / "site.sock"
 
 
-def start_node(site: Connection) -> Child:
-    """Starts the site's Flower node (flower_node) and keeps it running; see Child. Its log is state/run/node.log."""
+def start_node(site: Connection, admit: float = _ADMIT) -> Child:
+    """Starts the site's Flower node (flower_node) and keeps it running; see Child. Its log is state/run/node.log.
+
+    admit: seconds after which the server must have admitted the site's key."""
     folder = site.state / "run"
     surroundings = environment(folder / "flower")
     settings = {
@@ -53,6 +56,7 @@ def start_node(site: Connection) -> Child:
         "socket": str(site_socket(site.state)),
         "name": site.name,
         "memory": str(folder / "node"),
+        "admit": admit,
     }
     replace_text(folder / "node.json", json.dumps(settings, indent=2))
     command = ["python", "-m", "fedllm.deployment.flower_node", str(folder / "node.json")]
@@ -63,8 +67,9 @@ def _refusal(site: Connection, log: str) -> UserError | None:
     """What in a dead node's log no new start would mend."""
     if (found := _REFUSED.search(log)) is not None:
         return UserError(
-            f"{site.server}: the server does not know the key of this site ({found.group()}); send the public key of "
-            f"{site.key} (ssh-keygen -y -f {site.key}) to who runs the server, for its sites.yaml"
+            f"{site.server}: the server refuses this site's key {site.key} ({found.group(1)}): it is not in the "
+            "server's sites.yaml, or another process uses it; send who runs the server its public key: "
+            f"ssh-keygen -y -f {site.key}"
         )
     return None
 

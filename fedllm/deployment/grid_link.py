@@ -27,6 +27,7 @@ NAME = "name"  # the kind of a question for a node's name, asked where nodes hav
 _WAIT = 0.25  # seconds that the relay's question may wait for a request to send
 _SILENT = 15.0  # seconds without the relay after which no site counts as online
 _POINTS = (65, 97, 133)  # bytes of an uncompressed point on P-256, P-384, P-521
+_CLOSE = 5.0  # seconds in which the relay is told that the run is over
 _SLACK = 10.0  # seconds beyond a request's own before it is given up here
 
 
@@ -38,7 +39,9 @@ def pack(head: Mapping[str, Any], bodies: Sequence[bytes] = ()) -> bytes:
 
 def unpack(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
     """What `pack` put together. Raises ValueError for anything else."""
-    end = _LENGTH.size + (_LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else 0)
+    if len(data) < _LENGTH.size:
+        raise ValueError(f"found {len(data)} bytes")
+    end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
     head = json.loads(data[_LENGTH.size : end])
     if not isinstance(head, dict):
         raise ValueError(f"found {type(head).__name__}, expected an object")
@@ -163,7 +166,7 @@ class GridLink:
             self._stopping = True
             self._requests.clear()
             self._lock.notify_all()
-        end = time.monotonic() + 5
+        end = time.monotonic() + _CLOSE
         while self._relay and time.monotonic() < end and not self._told:
             time.sleep(0.05)
         self._stop.set()
@@ -196,7 +199,7 @@ class GridLink:
             head, bodies = unpack(body)
             if kind != "exchange":
                 raise ValueError(f"found kind '{kind}'")
-            relay = str(head["relay"])
+            relay, process, nodes, replies = str(head["relay"]), int(head["process"]), head["nodes"], head["replies"]
         except (ValueError, KeyError, TypeError) as error:
             return pack({"stop": f"this fedllm does not understand the relay ({error}); use one version", "send": []})
         with self._lock:
@@ -204,9 +207,9 @@ class GridLink:
                 return pack({"stop": "a newer Flower run has taken over", "send": []})
             if relay != self._relay:
                 self._take_over(relay)
-            self._seen, self.relay_process = time.monotonic(), int(head.get("process", 0))
-            self._find(head["nodes"])
-            for reply in head["replies"]:
+            self._seen, self.relay_process = time.monotonic(), process
+            self._find(nodes)
+            for reply in replies:
                 self._receive(reply, bodies)
             end = time.monotonic() + _WAIT
             while not self._stopping and not self._waiting() and (left := end - time.monotonic()) > 0:

@@ -79,7 +79,8 @@ def ask(path: Path, kind: str, body: bytes, seconds: float) -> bytes:
             connection.settimeout(max(end - time.monotonic(), 0.001))
             connection.connect(address)
             connection.sendall(_REQUEST.pack(_MAGIC, len(name), len(body)) + name)
-            connection.sendall(body)
+            if body:  # without one, the answer may have come already and the connection have ended
+                connection.sendall(body)
             magic, size = _ANSWER.unpack(_read(connection, _ANSWER.size, end))
             if magic != _MAGIC or size > MOST_BYTES:
                 raise UnreachableError(f"{path}: what listens there is not this version of fedllm; start both anew")
