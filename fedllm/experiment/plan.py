@@ -29,7 +29,6 @@ def plan_table(job: Job) -> Table:
     """The plan of a run as a table: sizes, memory and communication. It is the output of --dry-run."""
     recipe, info, machine = job.recipe, job.info, job.machine
     settings, dim = recipe.algorithm, job.problem.dim
-    sizes = np.array([len(part) for part in job.parts])
     sent = traffic(job.algorithm, info, job.problem.dim, buffers=job.problem.buffers)
     frozen, frozen_bytes = frozen_size(job.model, dim)
     state = sum(client_memory(job.algorithm, info, dim, 0).values())
@@ -42,13 +41,11 @@ def plan_table(job: Job) -> Table:
         **_norm(job),
         "blocks": f"{info.blocks.num_blocks:,}" if job.problem.blocks is not None else "not used by this algorithm",
         "head": _head(job),
-        "data": f"{job.dataset.name}: {len(job.dataset.train):,} training, {len(job.dataset.validation):,} validation "
-        f"samples, {job.task.describe()}",
+        "data": _data(job),
         **_classes(job),
         **_learned(job),
         "clients": f"{len(job.parts)}, {info.sampled} per round, {info.tracked} of them tracked",
-        "samples per client": f"min {sizes.min():,}, median {int(np.median(sizes)):,}, max {sizes.max():,}",
-        **_sites(job, sizes),
+        **(_deployment(job) if _serves(job) else _sizes(job)),
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
         "bytes per round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
@@ -98,9 +95,41 @@ def _memory(job: Job) -> dict[str, str]:
     return {"memory": str(FullNeed.of(job.algorithm, job.problem, job.info, job.stacked_clients))}
 
 
+def _serves(job: Job) -> bool:
+    """Whether the job is that of a server, whose training samples are at the sites."""
+    return "train" in job.dataset.stand_ins
+
+
+def _data(job: Job) -> str:
+    training = "" if _serves(job) else f"{len(job.dataset.train):,} training, "
+    validation = "no" if "validation" in job.dataset.stand_ins else f"{len(job.dataset.validation):,}"
+    return f"{job.dataset.name}: {training}{validation} validation samples, {job.task.describe()}"
+
+
+def _deployment(job: Job) -> dict[str, str]:
+    """When a deployed run goes on without a site, and when it ends."""
+    settings, count, least = job.recipe.deployment, job.info.num_clients, job.recipe.federation.min_clients
+    return {
+        "sites": f"{count}; round 1 begins when {settings.start or count} have joined",
+        "a site without an answer": f"is asked again after {settings.ask_again:g} s, and at once when it was started "
+        "again",
+        "a round goes on without": f"missing sites after {settings.deadline:g} s, if {least} or more have answered",
+        "the run ends": f"when fewer have answered {settings.patience:g} s later; the same command goes on",
+    }
+
+
+def _sizes(job: Job) -> dict[str, str]:
+    """How many samples the clients have."""
+    sizes = np.array([len(part) for part in job.parts])
+    text = f"min {sizes.min():,}, median {int(np.median(sizes)):,}, max {sizes.max():,}"
+    return {"samples per client": text, **_sites(job, sizes)}
+
+
 def _classes(job: Job) -> dict[str, str]:
     """The largest classes, or values of the column that stands in for them, with their training samples."""
     train = job.dataset.train
+    if _serves(job):
+        return {"classes": ", ".join(f"'{cut_name(name)}'" for name in job.task.classes)} if job.task.classes else {}
     if (found := count_samples(job.dataset, job.task, [np.arange(len(train))])) is None:
         return {}
     ranked = sorted(zip(found.counts[0], found.names, strict=True), key=lambda pair: -pair[0])
@@ -113,13 +142,15 @@ def _classes(job: Job) -> dict[str, str]:
 def _learned(job: Job) -> dict[str, str]:
     """How many tokens a causal language model learns."""
     splits = {"training tokens": job.problem.samples, "validation tokens": job.validation}
+    if _serves(job):
+        return {}
     return {name: learned_share(each.to("cpu")) for name, each in splits.items() if _learns_tokens(each)}
 
 
 def _sample(job: Job) -> dict[str, str]:
     """The first training sample as a causal language model sees it."""
     tokens = job.problem.samples
-    if not _learns_tokens(tokens):
+    if _serves(job) or not _learns_tokens(tokens):
         return {}
     shown = f"the first sample; what is learned stands between {BEGIN} and {END}"
     return {shown: marked_text(tokens.to("cpu"), 0, job.backbone.tokenizer)}

@@ -111,10 +111,11 @@ def partition_summary(job: Job) -> dict[str, Any]:
     column: the column whose values are the classes, for data without labels; else None. data: see Job.data.
     """
     settings, names = job.recipe.partition, None
-    if settings.scheme == "by_column" and settings.file is None and "train" not in job.dataset.stand_ins:
+    elsewhere = "train" in job.dataset.stand_ins  # the samples are at the sites
+    if settings.scheme == "by_column" and settings.file is None and not elsewhere:
         column = job.dataset.train.columns[str(settings.column)]
         names = [str(column[part[0]]) for part in job.parts]
-    found = count_samples(job.dataset, job.task, job.parts)
+    found = None if elsewhere else count_samples(job.dataset, job.task, job.parts)
     return {
         "sizes": [len(part) for part in job.parts],
         "names": names,

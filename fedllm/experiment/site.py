@@ -7,10 +7,12 @@ import threading
 import uuid
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from fedllm.common.console import say, warn
 from fedllm.common.errors import RunError, UserError
+from fedllm.deployment.local import listen_as
 from fedllm.deployment.site_messages import Announcement, EvaluateOrder, Failure, Status, TrainOrder
 from fedllm.deployment.site_settings import SiteSettings
 from fedllm.experiment.site_run import SiteRun
@@ -36,6 +38,12 @@ def open_site(settings: SiteSettings) -> SiteWorker:
     except OSError as error:
         raise UserError(f"state: {settings.state}: cannot be made ({error.strerror}); name another folder") from error
     return SiteWorker(settings)
+
+
+def stay(settings: SiteSettings, socket: Path, stop: threading.Event | None = None) -> None:
+    """The process of a site: answers orders at `socket` until `stop` is set; see resident.listen."""
+    worker = open_site(settings)
+    listen_as(socket, worker.life, worker.handle, stop)
 
 
 class SiteWorker:

@@ -57,7 +57,8 @@ class Costs(TypedDict):
 
 
 class RoundLine(Costs, extra_items=Score):  # type: ignore[call-arg]  # PEP 728, which mypy does not know yet
-    """A line of metrics.jsonl. Every other key is a score of an evaluation, or its loss."""
+    """A line of metrics.jsonl. Every other key is a score of an evaluation, or its loss. missing, sites: of real sites,
+    those that have not answered, and the scores of each on its own samples."""
 
     round: Whole
     rejected: Annotated[dict[str, Any], Field(description="a reason for each client")]
@@ -68,6 +69,8 @@ class RoundLine(Costs, extra_items=Score):  # type: ignore[call-arg]  # PEP 728,
     mean_update_norm: NotRequired[Any]
     update_cosine: NotRequired[Any]
     v_spread: NotRequired[Any]
+    missing: NotRequired[Any]
+    sites: NotRequired[Any]
 
 
 class Best(TypedDict):

@@ -84,7 +84,7 @@ def test_a_service(name: str) -> None:
 
 
 def test_the_services_are_the_folders_of_a_new_federation() -> None:
-    assert list(services()) == ["server", "site-1", "site-2", "site-3"]
+    assert list(services()) == ["server", "site-0", "site-1", "site-2"]
 
 
 def test_the_pages_gpu_lines_are_a_services() -> None:

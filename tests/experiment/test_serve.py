@@ -2,12 +2,62 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
+import torch
+from causal_checkpoints import save_causal
 from conftest import write_rows
-from federations import ThreadLink, deployed, numbers, settings, simulated, split_rows
+from federations import ThreadLink, deployed, numbers, settings, simulated, split_rows, written
 from safetensors.torch import load_file
+from tiny_images import write_parquet
+from tiny_models import WORDS
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from fedllm.experiment.run import RunResult
+from fedllm.results.reader import load_run
+
+
+def write_pairs(path: Path, first: int, rows: int) -> None:
+    """Prompts about four animals, whose response depends on the animal."""
+    pairs = [(("cat", "dog", "mat", "tree")[row % 4], WORDS[(7 * row) % 20], row) for row in range(first, first + rows)]
+    lines = [
+        {"prompt": f"the {animal} on {word} {row % 7 * 'very '}", "completion": f"{animal} sat", "topic": animal}
+        for animal, word, row in pairs
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def image_recipe(folder: Path, norm: str) -> Path:
+    """A ResNet with batch norm on images of three sites, each with a file of its own."""
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", num_labels=3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        ResNetForImageClassification(config).save_pretrained(folder / "resnet")
+    table = pq.read_table(write_parquet(folder / "all.parquet", 48, seed=0))
+    table = table.append_column("site", pa.array([f"site{row // 3 % 3}" for row in range(48)]))
+    pq.write_table(table, folder / "train.parquet")
+    (folder / "sites").mkdir()
+    for site in ("site0", "site1", "site2"):
+        pq.write_table(table.filter(pc.equal(table["site"], site)), folder / "sites" / f"{site}.parquet")
+    write_parquet(folder / "validation.parquet", 15, seed=1)
+    return written(folder / "recipe.yaml", {
+        "model": {"name": str(folder / "resnet"), "norm": norm},
+        "lora": None,
+        "data": {"task": "image_classification", "train": str(folder / "train.parquet"),
+                 "validation": str(folder / "validation.parquet"), "classes": ["blue", "green", "red"]},
+        "partition": {"scheme": "by_column", "column": "site", "clients": 3},
+        "algorithm": {"name": "scaffold", "lr": 0.05},
+        "federation": {"rounds": 3, "clients_per_round": 2},
+        "local": {"steps": 3, "batch_size": 8},
+        "run": {"precision": "float32", "threads": 1, "trackers": [], "device": "cpu"},
+    })  # fmt: skip
+
 
 OVERRIDES = [
     "partition={scheme: by_column, column: site, clients: 3}", "local={steps: 3, batch_size: 8}", "run.trackers=[]",
@@ -34,14 +84,112 @@ def link_of(three: Path, folder: Path) -> ThreadLink:
     return ThreadLink([settings(folder, path, path.stem) for path in paths])
 
 
-def test_a_deployed_run_has_the_numbers_of_the_simulation(three: Path, tmp_path: Path) -> None:
-    expected = simulated(three / "recipe.yaml", OVERRIDES, tmp_path / "simulated")
-    found = deployed(three / "recipe.yaml", OVERRIDES, tmp_path / "deployed", link_of(three, tmp_path))
-    ours, theirs = (load_file(each.folder / "adapter" / "adapter_model.safetensors") for each in (found, expected))
+def require_equal(found: RunResult, expected: RunResult, tolerance: float = 1e-6) -> None:
+    """What was trained to `tolerance`, and the lines of metrics.jsonl but for times and v_spread."""
+    name = "adapter/adapter_model.safetensors"
+    name = name if (found.folder / name).is_file() else "model/model.safetensors"
+    ours, theirs = (load_file(each.folder / name) for each in (found, expected))
     assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert float((value - theirs[name]).abs().max()) <= 1e-6
+    for key, value in ours.items():
+        assert float((value - theirs[key]).abs().max()) <= tolerance, key
     for line, other in zip(numbers(found.metrics), numbers(expected.metrics), strict=True):
-        other = {name: value for name, value in other.items() if name != "v_spread"}
-        assert line == pytest.approx(other, abs=1e-5) if False else line.keys() == other.keys()
+        other.pop("v_spread", None)
+        assert line.keys() == other.keys()
+        for key, value in line.items():
+            near = isinstance(value, float)
+            assert value == (pytest.approx(other[key], abs=1e-5, rel=1e-5) if near else other[key]), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["fadamgc", "fedadamw", "scaffold", "localadamw"])
+def test_a_deployed_run_has_the_numbers_of_the_simulation(three: Path, tmp_path: Path, algorithm: str) -> None:
+    """One of its sites is started again in round 2."""
+    overrides = [*OVERRIDES, f"algorithm.name={algorithm}"]
+    link = link_of(three, tmp_path)
+    trained: list[int] = []
+
+    def restarted(site: int, kind: str, answer: bytes) -> bytes | None:
+        trained.extend([site] if kind == "train" else [])
+        if kind == "train" and site == 1 and trained.count(1) == 2:
+            link.restart(1)
+            return None  # its upload is lost with the process
+        return answer
+
+    link.spoil = restarted
+    found = deployed(three / "recipe.yaml", overrides, tmp_path / "deployed", link)
+    assert trained.count(1) == 4
+    require_equal(found, simulated(three / "recipe.yaml", overrides, tmp_path / "simulated"))
     assert [line["missing"] for line in found.metrics] == [[], [], []]
+    assert load_run(found.folder).finished
+
+
+@pytest.mark.slow
+def test_a_server_that_was_started_again_goes_on(three: Path, tmp_path: Path) -> None:
+    """It ends in round 2, when one upload has arrived and one site has trained; all sites are asked again."""
+    link, trained = link_of(three, tmp_path), list[int]()
+
+    def ended(site: int, kind: str, answer: bytes) -> bytes | None:
+        trained.extend([site] if kind == "train" else [])
+        if len(trained) == 5:
+            raise_in_server.set()
+        return None if raise_in_server.is_set() else answer
+
+    raise_in_server = threading.Event()
+    link.spoil = ended
+    online = link.online
+
+    def lives() -> dict[int, str]:
+        if raise_in_server.is_set():
+            raise KeyboardInterrupt
+        return online()
+
+    link.online = lives  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        deployed(three / "recipe.yaml", OVERRIDES, tmp_path / "deployed", link)
+    found = deployed(three / "recipe.yaml", OVERRIDES, tmp_path / "deployed", link_of(three, tmp_path))
+    require_equal(found, simulated(three / "recipe.yaml", OVERRIDES, tmp_path / "simulated"))
+
+
+@pytest.mark.slow
+def test_all_weights_are_trained_at_sites(three: Path, tmp_path: Path) -> None:
+    overrides = [
+        *OVERRIDES,
+        "lora=null",
+        "algorithm={name: localadamw, lr: 0.001}",
+        "federation.tracked_per_round=null",
+    ]
+    found = deployed(three / "recipe.yaml", overrides, tmp_path / "deployed", link_of(three, tmp_path))
+    require_equal(found, simulated(three / "recipe.yaml", overrides, tmp_path / "simulated"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["uniform", "size"])
+def test_language_models_are_trained_at_sites(tmp_path: Path, weights: str) -> None:
+    save_causal(tmp_path / "llama", "llama")
+    for name, first, rows in (("train", 0, 48), ("validation", 48, 12)):
+        write_pairs(tmp_path / f"{name}.jsonl", first, rows)
+    paths = split_rows(tmp_path / "train.jsonl", "topic", tmp_path / "sites")
+    recipe = written(tmp_path / "recipe.yaml", {
+        "model": {"name": str(tmp_path / "llama"), "dropout": 0.0},
+        "lora": {"rank": 4, "alpha": 8, "targets": ["query", "value"]},
+        "data": {"task": "causal_lm", "train": str(tmp_path / "train.jsonl"),
+                 "validation": str(tmp_path / "validation.jsonl"), "max_length": 40},
+        "partition": {"scheme": "by_column", "column": "topic", "clients": 4},
+        "algorithm": {"name": "fadamgc", "lr": 2e-2, "weights": weights},
+        "federation": {"rounds": 3, "clients_per_round": 3, "tracked_per_round": 2},
+        "local": {"steps": 3, "batch_size": 4},
+        "run": {"precision": "float32", "threads": 1, "stacked_clients": 1, "trackers": [], "device": "cpu"},
+    })  # fmt: skip
+    link = ThreadLink([settings(tmp_path, path, path.stem) for path in paths])
+    found = deployed(recipe, ["deployment.sites=4"], tmp_path / "deployed", link)
+    require_equal(found, simulated(recipe, [], tmp_path / "simulated"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["average", "local"])
+def test_images_and_batch_norm_at_sites(tmp_path: Path, norm: str) -> None:
+    recipe = image_recipe(tmp_path, norm)
+    paths = sorted((tmp_path / "sites").glob("*.parquet"))
+    link = ThreadLink([settings(tmp_path, path, path.stem) for path in paths])
+    found = deployed(recipe, [], tmp_path / "deployed", link)
+    require_equal(found, simulated(recipe, [], tmp_path / "simulated"))

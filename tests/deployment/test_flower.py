@@ -1,0 +1,167 @@
+"""Flower's own processes: SuperLink, nodes and ServerApp, killed and started again. The rounds are those of the test."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from flower_federations import PATIENCE, Federation, kill, until
+
+from fedllm.common.errors import UserError
+from fedllm.deployment.certificates import write_site_key
+from fedllm.deployment.federation_folder import read_server_folder
+from fedllm.deployment.flower_processes import environment, flower_folder
+from fedllm.deployment.flower_server import FlowerServer
+from fedllm.deployment.flower_site import start_node
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+class Answers:
+    """What the sites answer: the digest of what they were asked. asked: how often, by name."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.slow = threading.Event()
+        self.slow.set()
+
+    def handle(self, name: str, kind: str, body: bytes) -> bytes:
+        self.asked.append(name)
+        self.slow.wait(PATIENCE)
+        return f"{name} {kind} {hashlib.sha256(body).hexdigest()}".encode()
+
+
+def expected(name: str, kind: str, body: bytes) -> bytes:
+    return f"{name} {kind} {hashlib.sha256(body).hexdigest()}".encode()
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.fixture(scope="module")
+def two(answers: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    made = Federation(tmp_path_factory.mktemp("flower"), answers.handle)
+    yield made
+    answers.slow.set()
+    made.close()
+
+
+def test_messages_go_to_the_right_site_and_back(two: Federation) -> None:
+    two.wait_online()
+    names = {two.link.send(0, "train", b"to a", PATIENCE): 0, two.link.send(1, "evaluate", b"to b", PATIENCE): 1}
+    found = {names[reply.request]: reply.body for reply in [two.reply(name) for name in names]}
+    assert found == {0: expected("a", "train", b"to a"), 1: expected("b", "evaluate", b"to b")}
+
+
+def test_a_message_of_50_megabytes(two: Federation) -> None:
+    two.wait_online()
+    body = bytes(range(256)) * 195_313
+    assert two.ask(0, "train", body).body == expected("a", "train", body)
+
+
+def test_a_site_whose_node_is_killed_has_another_life_and_answers_again(two: Federation, answers: Answers) -> None:
+    lives = two.wait_online()
+    answers.slow.clear()
+    count = len(answers.asked)
+    two.link.send(0, "train", b"x", PATIENCE)
+    until(lambda: len(answers.asked) > count or None)
+    kill(two.sites.nodes["a"].pid)
+    answers.slow.set()
+    until(lambda: two.link.online().get(0, lives[0]) != lives[0] or None)
+    assert two.ask_until_answered(0, "train", b"x") == expected("a", "train", b"x")
+    assert two.link.online()[1] == lives[1]
+
+
+def test_a_killed_server_app_is_started_again_and_says_what_was_lost(two: Federation, answers: Answers) -> None:
+    two.wait_online()
+    answers.slow.clear()
+    count = len(answers.asked)
+    name = two.link.send(1, "train", b"y", PATIENCE)
+    until(lambda: len(answers.asked) > count or None)
+    relay = two.link.relay_process
+    kill(relay)
+    assert two.reply(name).why == "Flower's server app was started again"
+    assert two.link.relay_process not in (0, relay)
+    answers.slow.set()
+    assert two.ask_until_answered(1, "train", b"y") == expected("b", "train", b"y")
+
+
+def test_a_killed_superlink_is_started_again_with_its_keys(two: Federation, answers: Answers) -> None:
+    two.wait_online()
+    answers.slow.clear()
+    count = len(answers.asked)
+    name = two.link.send(0, "train", b"z", PATIENCE)
+    until(lambda: len(answers.asked) > count or None)
+    assert two.server.superlink is not None
+    kill(two.server.superlink.pid)
+    assert two.reply(name).body is None
+    answers.slow.set()
+    assert two.ask_until_answered(0, "train", b"z") == expected("a", "train", b"z")
+
+
+def test_a_key_that_is_not_listed_is_refused(two: Federation, tmp_path: Path) -> None:
+    two.wait_online()
+    write_site_key(tmp_path / "c.key", "c")
+    home = two.settings["a"]
+    settings = type(home)(**{**vars(home), "name": "c", "key": tmp_path / "c.key", "state": tmp_path / "state"})
+    node = start_node(settings, admit=3.0)
+    try:
+        until(lambda: node.failure)
+        assert isinstance(node.failure, UserError)
+        assert "the server refuses this site's key" in str(node.failure)
+    finally:
+        node.end()
+    assert set(two.link.online()) == {0, 1}
+    assert two.ask_until_answered(1, "status", b"") == expected("b", "status", b"")
+
+
+def test_no_log_has_a_secret(two: Federation) -> None:
+    two.wait_online()
+    secrets = [path.read_text().splitlines()[1:-1] for path in two.folder.parent.rglob("*.key")]
+    logs = [path.read_text(errors="replace") for path in two.folder.parent.rglob("*.log")]
+    assert len(secrets) == 4
+    assert len(logs) >= 3
+    assert not [line for lines in secrets for line in lines for log in logs if line in log]
+
+
+def test_the_end_leaves_no_process(answers: Answers, tmp_path: Path) -> None:
+    one = Federation(tmp_path, answers.handle)
+    one.wait_online()
+    children = [one.server.superlink.pid, one.link.relay_process, *(node.pid for node in one.sites.nodes.values())]
+    one.close()
+    until(lambda: not any(alive(process) for process in children) or None)
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_insecure_is_for_loopback_alone(tmp_path: Path) -> None:
+    from flower_federations import make
+
+    folder, _ = make(tmp_path, ["a"])
+    file = folder / "sites.yaml"
+    file.write_text(file.read_text().replace("listen: 127.0.0.1", "listen: 0.0.0.0"))
+    with pytest.raises(UserError, match="expected an address of this machine alone"):
+        FlowerServer(read_server_folder(folder), insecure=True)
+    shutil.rmtree(folder / "app")
+    (folder / "ca.crt").unlink()
+    with pytest.raises(UserError, match=r"ca\.crt: missing"):
+        FlowerServer(read_server_folder(folder))
+
+
+def test_flower_reports_nothing_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
+    found = environment(tmp_path / "run" / "flower")
+    assert (found["FLWR_TELEMETRY_ENABLED"], found["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
+    assert found["FLWR_HOME"] == str(tmp_path / "run" / "flower")
+    assert str(flower_folder()) in found["PATH"]
