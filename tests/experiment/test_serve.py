@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
+import torch
+from causal_checkpoints import save_causal
 from conftest import write_rows
-from federations import ThreadLink, deployed, numbers, settings, simulated, split_rows
+from federations import ThreadLink, deployed, numbers, settings, simulated, split_rows, written
 from safetensors.torch import load_file
+from tiny_images import write_parquet
+from tiny_models import WORDS
+from transformers import ResNetConfig, ResNetForImageClassification
 
 from fedllm.experiment.run import RunResult
 from fedllm.results.reader import load_run
+
+
+def write_pairs(path: Path, first: int, rows: int) -> None:
+    """Prompts about four animals, whose response depends on the animal."""
+    pairs = [(("cat", "dog", "mat", "tree")[row % 4], WORDS[(7 * row) % 20], row) for row in range(first, first + rows)]
+    lines = [
+        {"prompt": f"the {animal} on {word} {row % 7 * 'very '}", "completion": f"{animal} sat", "topic": animal}
+        for animal, word, row in pairs
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def image_recipe(folder: Path, norm: str) -> Path:
+    """A ResNet with batch norm on images of three sites, each with a file of its own."""
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", num_labels=3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        ResNetForImageClassification(config).save_pretrained(folder / "resnet")
+    table = pq.read_table(write_parquet(folder / "all.parquet", 48, seed=0))
+    table = table.append_column("site", pa.array([f"site{row // 3 % 3}" for row in range(48)]))
+    pq.write_table(table, folder / "train.parquet")
+    (folder / "sites").mkdir()
+    for site in ("site0", "site1", "site2"):
+        pq.write_table(table.filter(pc.equal(table["site"], site)), folder / "sites" / f"{site}.parquet")
+    write_parquet(folder / "validation.parquet", 15, seed=1)
+    return written(folder / "recipe.yaml", {
+        "model": {"name": str(folder / "resnet"), "norm": norm},
+        "lora": None,
+        "data": {"task": "image_classification", "train": str(folder / "train.parquet"),
+                 "validation": str(folder / "validation.parquet"), "classes": ["blue", "green", "red"]},
+        "partition": {"scheme": "by_column", "column": "site", "clients": 3},
+        "algorithm": {"name": "scaffold", "lr": 0.05},
+        "federation": {"rounds": 3, "clients_per_round": 2},
+        "local": {"steps": 3, "batch_size": 8},
+        "run": {"precision": "float32", "threads": 1, "trackers": [], "device": "cpu"},
+    })  # fmt: skip
+
 
 OVERRIDES = [
     "partition={scheme: by_column, column: site, clients: 3}", "local={steps: 3, batch_size: 8}", "run.trackers=[]",
@@ -105,7 +152,12 @@ def test_a_server_that_was_started_again_goes_on(three: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_all_weights_are_trained_at_sites(three: Path, tmp_path: Path) -> None:
-    overrides = [*OVERRIDES, "lora=null", "algorithm={name: localadamw, lr: 0.001}", "federation.tracked_per_round=null"]
+    overrides = [
+        *OVERRIDES,
+        "lora=null",
+        "algorithm={name: localadamw, lr: 0.001}",
+        "federation.tracked_per_round=null",
+    ]
     found = deployed(three / "recipe.yaml", overrides, tmp_path / "deployed", link_of(three, tmp_path))
     require_equal(found, simulated(three / "recipe.yaml", overrides, tmp_path / "simulated"))
 
@@ -114,8 +166,8 @@ def test_all_weights_are_trained_at_sites(three: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", ["uniform", "size"])
 def test_language_models_are_trained_at_sites(tmp_path: Path, weights: str) -> None:
     save_causal(tmp_path / "llama", "llama")
-    write_pairs(tmp_path / "train.jsonl", 48, 0)
-    write_pairs(tmp_path / "validation.jsonl", 12, 48)
+    for name, first, rows in (("train", 0, 48), ("validation", 48, 12)):
+        write_pairs(tmp_path / f"{name}.jsonl", first, rows)
     paths = split_rows(tmp_path / "train.jsonl", "topic", tmp_path / "sites")
     recipe = written(tmp_path / "recipe.yaml", {
         "model": {"name": str(tmp_path / "llama"), "dropout": 0.0},
