@@ -61,12 +61,10 @@ def test_one_client_with_all_data_is_torch_optim(name: str, algorithm: Any, opti
         assert torch.allclose(found.buffers, statistics, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "apart"), [("cnn", 1e-5), pytest.param("resnet18_gn", 1e-3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "apart"), [("cnn", 1e-5), pytest.param("resnet18_gn", 1e-3, marks=pytest.mark.slow)])
 def test_stacked_clients_equal_sequential_ones(name: str, apart: float) -> None:
     """With augmentation, and clients of four and of three images. In a deep network, rounding moves some values to the
-    other side of a ReLU: in float64 these gradients of resnet18_gn are 1e-8 apart."""
+    other side of a ReLU: weights that differ by 1e-7 move these gradients of resnet18_gn as far."""
     samples = pixels(14, augment=True)
     alone, together = (full_problem(built(name), samples, clients=4, batch_size=4, stacked=each) for each in (0, 1))
     draw = torch.Generator().manual_seed(5)
