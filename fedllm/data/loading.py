@@ -87,6 +87,11 @@ def load_dataset(
         notes += told
     elif reads_images(settings):
         coding = _coding(settings, known, tables, image_columns(settings)[1])
+        if not coding.names:
+            raise UserError(
+                f"data.label={image_columns(settings)[1]}: found numbers with fractions, expected the classes of "
+                f"images; name another column, or set data.regression=false to take each number for a class"
+            )
         splits = read_image_splits(settings, tables, coding, progress)
     else:
         splits, coding = _labelled_splits(settings, known, tables)
