@@ -17,15 +17,16 @@ class Drift:
 
     direction [d]: the sum of d_i / |d_i|; it stays in the process that computed it. moments [2, d] or None: the sums of
     v_i and of v_i^2. updates [d]: the sum of d_i; None if the clients send d_i, because the reduction then has their
-    mean. For several parts of a round, updates, moments, counts and the results of `along` are added.
+    mean. For several parts of a round, updates, moments, counts and the results of `along` are added. With
+    moments=False those of v_i are left out: a server of real sites never sees v_i.
     """
 
-    def __init__(self, alg: Algorithm, x: Tensor) -> None:
-        self._moment = alg.moment
+    def __init__(self, alg: Algorithm, x: Tensor, moments: bool = True) -> None:
+        self._moment = alg.moment if moments else None
         self._scalars = x.new_zeros(3, dtype=torch.float64)  # clients, those with d_i != 0, sum of |d_i|
         self.updates = None if "d" in alg.uploads() else x.new_zeros(x.shape, dtype=torch.float64)
         self.direction = x.new_zeros(x.shape, dtype=torch.float64)
-        self.moments = x.new_zeros((2, *x.shape), dtype=torch.float64) if alg.moment else None
+        self.moments = x.new_zeros((2, *x.shape), dtype=torch.float64) if self._moment else None
 
     def add(self, x: Tensor, local: State, rows: Sequence[int]) -> None:
         """Adds these rows of the clients' local state at the end of the round; x [d] is where they started."""

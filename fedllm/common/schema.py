@@ -8,6 +8,7 @@ import types
 from collections.abc import Mapping
 from functools import cache, partial, reduce
 from operator import or_
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, StrictBool, TypeAdapter, ValidationError
@@ -15,7 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, StrictBool, TypeAdapter, Valid
 from fedllm.common.errors import UserError
 
 T = TypeVar("T")
-_NUMBER = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "a value"}
+_NUMBER = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "a value", Path: "a path"}
 
 
 def setting(

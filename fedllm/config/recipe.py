@@ -17,6 +17,7 @@ from fedllm.config.algorithm_choice import Choice
 from fedllm.config.settings import (
     SAMPLED,
     CostsSettings,
+    DeploymentSettings,
     EvalSettings,
     FederationSettings,
     LocalSettings,
@@ -48,6 +49,7 @@ class Recipe:
     eval: EvalSettings
     run: RunSettings
     costs: CostsSettings
+    deployment: DeploymentSettings = field(default_factory=DeploymentSettings)
     notes: tuple[str, ...] = field(default=(), compare=False)
     folder: Path | None = field(default=None, compare=False)
 
@@ -90,6 +92,7 @@ SECTION_TYPES: dict[str, type] = {
     "eval": EvalSettings,
     "run": RunSettings,
     "costs": CostsSettings,
+    "deployment": DeploymentSettings,
 }
 # Other names that recipes, grids and overrides may give for a key. What fedllm writes has the key.
 ALIASES = {(section, alias): key for section, cls in SECTION_TYPES.items() for alias, key in key_aliases(cls).items()}
@@ -111,7 +114,7 @@ FREE_KEYS = frozenset(
         "trackers",
         "max_hours",
     )
-) | {("data", "title")}
+) | {("data", "title"), *(("deployment", key) for key in keys(DeploymentSettings))}
 # Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
 CHOSEN_KEYS = ("stacked_clients", "slices")
 # Settings whose "auto" or null a run replaces by its choice in its recipe.yaml; runs that chose differently are not
@@ -124,6 +127,7 @@ _LATER_KEYS = {
     ("costs", "seconds_per_step"): None,
     ("data", "task"): "classification",
     **{("data", key): None for key in OF_CONVERSATIONS},
+    ("data", "classes"): None,
     ("data", "image"): None,
     ("data", "image_size"): None,
     ("data", "augment"): "none",
@@ -132,7 +136,9 @@ _LATER_KEYS = {
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
 }
-_SECTIONS = ["model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs"]
+_SECTIONS = [
+    "model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs", "deployment",
+]  # fmt: skip
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -175,7 +181,7 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
         else build(cls, without_nulls(cls, values.get(section, {})), f"{where}: {section}.")
         for section, cls in SECTION_TYPES.items()
     }
-    if sections["data"].name is None and sections["data"].train is None:
+    if sections["data"].name is None and sections["data"].train is None and not values.get("deployment"):
         raise UserError(
             f"{where}: data.name: missing; expected a data set's name, or data.train with data.text, data.label"
         )

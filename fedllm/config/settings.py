@@ -123,3 +123,23 @@ class CostsSettings:
 
     def __post_init__(self) -> None:
         require_positive_settings(self, "bandwidth_mbit", "seconds_per_step")
+
+
+@dataclass(frozen=True)
+class DeploymentSettings:
+    """Real sites, of `fedllm serve`. A simulation ignores them."""
+
+    sites: int | None = setting(
+        None, "number of sites N that may ever take part; null = partition.clients, of scheme by_column"
+    )
+    start: int | None = setting(None, "sites that must have joined before round 1; null = all")
+    deadline: float = setting(600.0, "seconds after which a round goes on without the sites that are missing")
+    ask_again: float = setting(300.0, "seconds after which a site that has not answered is asked again")
+    patience: float = setting(
+        3600.0, "seconds that the server waits on, with too few sites at a round's deadline or before round 1"
+    )
+
+    def __post_init__(self) -> None:
+        require_positive_settings(self, "sites", "start", "deadline", "ask_again", "patience")
+        if self.sites is not None and self.start is not None and self.start > self.sites:
+            raise UserError(f"start: found {self.start}, expected at most sites={self.sites}")

@@ -22,15 +22,19 @@ class Coding:
 
     names: class names in the order of their ids; () for a regression.
     declared: whether the values are class ids that the data set declares. If not, they are class names.
+    given: whether data.classes gives the names; see encode_as.
     doubts: warnings about how the values were understood.
     """
 
     names: tuple[str, ...]
     declared: bool = False
     doubts: tuple[str, ...] = ()
+    given: bool = False
 
     def encode(self, table: Table, label: str) -> np.ndarray:
         """A column as int64 ids or float32 targets [n]. Raises UserError that names the first invalid row."""
+        if self.given:
+            return encode_as(table, label, self.names, knows="data.classes")[0]
         values = table.column(label, KEY)
         if not self.names:
             codes = [float(v) if type(v) in (int, float) and abs(v) <= _LARGEST else None for v in values]
@@ -82,13 +86,15 @@ def learn_coding(table: Table, label: str, regression: bool | None = None) -> Co
     return Coding(names)
 
 
-def encode_as(table: Table, label: str, names: Sequence[str], key: str = KEY) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The labels of a table for a model that is trained already: int64 ids, or float32 targets, [n]; and notes.
+def encode_as(
+    table: Table, label: str, names: Sequence[str], key: str = KEY, knows: str = "the model"
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The labels of a table for a model whose classes are known already: int64 ids, or float32 targets, [n]; and notes.
 
     names: the model's classes in the order of their ids; () for a regression. A label is the name of a class. An id
     whose class the file declares stands for that name. Whole numbers from 0 stand for the model's ids if none of them
-    is a name. key: the option that names the column.
-    Raises UserError with the number of rows whose label the model does not know.
+    is a name. key: the option that names the column. knows: who knows the classes, for errors.
+    Raises UserError with the number of rows whose label is not known.
     """
     values = table.column(label, key)
     if not names:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,8 @@ class Dataset:
     classes: class names in the order of their ids; () if labels are numbers. fingerprint: that of the training split.
     notes: messages to the user about choices made while reading. warnings: about data that may not be as meant.
     groups: of conversations, the values of the column that stands in for labels, in the order of their ids; else ().
+    stand_ins: those of "train" and "validation" that a party of a deployed run does not have. A few samples stand in
+    for them, which show a model its input and are neither trained nor scored.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Dataset:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
+    stand_ins: frozenset[str] = frozenset()
 
     @property
     def image_size(self) -> int | None:
@@ -72,14 +75,53 @@ def load_dataset(
     `validation` name its splits. Without `name`, `train` and `validation` are files or folders.
     Without a validation split, a random fraction `holdout` of the training split is held out, per class if there are
     classes; rows with the same text stay together. Then max_train and max_validation select uniform random subsets.
-    Labels: if the data set declares classes, their ids do not change. Otherwise, and with `regression`, see
-    labels.learn_coding. Conversations have no labels; the values of `group_column` take their place, if it is given.
+    Labels: if settings.classes gives the classes, see labels.encode_as; if the data set declares them, their ids do not
+    change. Otherwise, and with `regression`, see labels.learn_coding. Conversations have no labels; the values of
+    `group_column` take their place, if it is given.
 
     Raises UserError that names the file or split and the wrong key, column, row or value.
     """
     check_settings(settings)
     known: Known | None = known_images(settings) or KNOWN_DATASETS.get(settings.name or "")
     tables = _read_tables(settings, known, local_hub, progress)
+    read = encode_tables(settings, known, tables, group_column, progress)
+    splits, notes, seed = read.splits, list(read.notes), settings.holdout_seed
+    if "validation" not in splits:
+        splits["train"], splits["validation"], repeats = hold_out(splits["train"], settings.holdout, seed)
+        notes += repeats
+    train = subset(splits["train"], settings.max_train, seed, "train")
+    validation = subset(splits["validation"], settings.max_validation, seed, "validation")
+    is_known = known is not None or settings.name in KNOWN_CONVERSATIONS
+    doubts = [] if is_known else [*read.coding.doubts, *review(train, validation, read.coding.names)]
+    return Dataset(
+        name=settings.name or Path(str(settings.train)).stem,
+        train=train,
+        validation=validation,
+        classes=read.coding.names,
+        fingerprint=train.fingerprint(),
+        notes=tuple(notes),
+        warnings=tuple(doubts),
+        groups=read.groups,
+    )
+
+
+class EncodedTables(NamedTuple):
+    """The splits of some tables by role; how their labels were read; see Dataset for the others."""
+
+    splits: dict[str, Split]
+    coding: Coding
+    groups: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def encode_tables(
+    settings: DataSettings,
+    known: Known | None,
+    tables: dict[str, Table],
+    group_column: str | None = None,
+    progress: ProgressCallback | None = None,
+) -> EncodedTables:
+    """The samples of the tables. Classes are learned from the table "train", if nothing declares them."""
     notes = [note for table in tables.values() for note in table.notes]
     coding, groups = Coding(()), tuple[str, ...]()
     if settings.task == CAUSAL_LM:
@@ -95,44 +137,31 @@ def load_dataset(
         splits = read_image_splits(settings, tables, coding, progress)
     else:
         splits, coding = _labelled_splits(settings, known, tables)
-    seed = settings.holdout_seed
-    if "validation" not in splits:
-        splits["train"], splits["validation"], repeats = hold_out(splits["train"], settings.holdout, seed)
-        notes += repeats
-    train = subset(splits["train"], settings.max_train, seed, "train")
-    validation = subset(splits["validation"], settings.max_validation, seed, "validation")
-    is_known = known is not None or settings.name in KNOWN_CONVERSATIONS
-    doubts = [] if is_known else [*coding.doubts, *review(train, validation, coding.names)]
-    return Dataset(
-        name=settings.name or Path(str(settings.train)).stem,
-        train=train,
-        validation=validation,
-        classes=coding.names,
-        fingerprint=train.fingerprint(),
-        notes=tuple(notes),
-        warnings=tuple(doubts),
-        groups=groups,
-    )
+    return EncodedTables(splits, coding, groups, tuple(notes))
 
 
 def _read_tables(
     settings: DataSettings, known: Known | None, local_hub: str | None, progress: ProgressCallback | None
 ) -> dict[str, Table]:
     """The tables of the "train" split and, unless it is held out of it, of the "validation" split."""
-    text, label = text_columns(settings), label_column(settings)
-    if settings.task == CAUSAL_LM:
-        text, label = TEXT_COLUMNS + named_columns(settings), ""
-    reader: Reader = partial(read_table, text=text, label=label)
-    if reads_images(settings):
-        image, label = image_columns(settings)
-        reader = partial(read_image_table, image=image, label=label)
-    readers = pick_splits(settings, known, reader, local_hub)
+    readers = pick_splits(settings, known, table_reader(settings), local_hub)
     tables: dict[str, Table] = {}
     for role, read in readers.items():
         if progress:
             progress(f"reading the {role} split", len(tables), len(readers))
         tables[role] = read()
     return tables
+
+
+def table_reader(settings: DataSettings) -> Reader:
+    """The function that reads a table with the columns of the settings."""
+    text, label = text_columns(settings), label_column(settings)
+    if settings.task == CAUSAL_LM:
+        text, label = TEXT_COLUMNS + named_columns(settings), ""
+    if reads_images(settings):
+        image, label = image_columns(settings)
+        return partial(read_image_table, image=image, label=label)
+    return partial(read_table, text=text, label=label)
 
 
 def _labelled_splits(
@@ -154,6 +183,8 @@ def _split(table: Table, texts: list[list[str]], coding: Coding, text: Sequence[
 
 
 def _coding(settings: DataSettings, known: Known | None, tables: dict[str, Table], label: str) -> Coding:
+    if settings.classes is not None:
+        return Coding(tuple(settings.classes), given=True)
     declared = known.classes if known else tables["train"].classes.get(label)
     if isinstance(known, KnownImages) and not known.classes:
         declared = tables["train"].classes.get(label)

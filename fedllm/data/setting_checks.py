@@ -8,7 +8,7 @@ from fedllm.common.errors import UserError
 from fedllm.data.conversations.reading import KNOWN_CONVERSATIONS
 from fedllm.data.conversations.templates import is_template_file, read_template
 from fedllm.data.known_datasets import KNOWN_DATASETS, label_column
-from fedllm.data.known_images import check_image_settings
+from fedllm.data.known_images import check_image_settings, known_images
 from fedllm.data.settings import CAUSAL_LM
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def check_settings(settings: DataSettings) -> None:
     if not 0 < settings.holdout < 1:
         raise UserError(f"data.holdout={settings.holdout}: expected a fraction between 0 and 1")
     known = KNOWN_DATASETS.get(settings.name or "")
+    if settings.classes is not None and (declares := known or known_images(settings)) and declares.classes:
+        raise UserError(f"data.classes={settings.classes}: '{settings.name}' declares its classes itself; leave it out")
     if settings.task == CAUSAL_LM and known:
         raise UserError(
             f"data.name={settings.name}: labelled texts, expected data.task=classification, found {CAUSAL_LM}"

@@ -22,7 +22,7 @@ OF_CONVERSATIONS: dict[str, Any] = {
     "choices": None,
     "answer": None,
 }
-_OF_LABELS = ("label", "regression", "strip")  # keys that labelled samples alone have
+_OF_LABELS = ("label", "classes", "regression", "strip")  # keys that labelled samples alone have
 _ANSWER = "answer"  # data.answer where data.choices is given without it
 
 
@@ -31,7 +31,8 @@ class DataSettings:
     """The data and the task: a known name, or your own files.
 
     With `task: causal_lm` the samples are conversations: `format` to `answer` are theirs alone, and `label`,
-    `regression` and `strip` those of samples with labels. `image`, `image_size` and `augment` are of images alone.
+    `classes`, `regression` and `strip` those of samples with labels. `image`, `image_size` and `augment` are of images
+    alone.
     """
 
     task: Literal["classification", "causal_lm", "image_classification"] = setting(
@@ -44,6 +45,9 @@ class DataSettings:
     validation: str | None = setting(None, "your own validation file; without one, `holdout` of train is held out")
     text: list[str] | None = setting(None, "columns of the text, one or two, of your own files")
     label: str | None = setting(None, "column of the label of your own files")
+    classes: list[str] | None = setting(
+        None, "names of all classes, in the order of their ids; null = those that the data declare, or have, sorted"
+    )
     regression: bool | None = setting(None, "labels are numbers, not classes; null = where they are not all whole")
     strip: list[Literal["headers", "footers", "quotes"]] | None = setting(
         None, "parts removed from the messages of 20newsgroups; [] = none, null = all three"
@@ -95,6 +99,16 @@ class DataSettings:
                 object.__setattr__(self, key, value)
         if conversations:
             self._check_conversations()
+        elif self.classes is not None:
+            self._check_classes(self.classes)
+
+    def _check_classes(self, names: list[str]) -> None:
+        if len(names) < 2 or len(set(names)) < len(names):
+            raise UserError(f"classes: found {names}, expected two names or more, each of them once")
+        if any(not name.strip() or name.encode("utf-8", "replace").decode() != name for name in names):
+            raise UserError(f"classes: found {names}, expected names in readable text")
+        if self.regression:
+            raise UserError("classes: found with regression true, which has no classes; leave one of them out")
 
     def _check_conversations(self) -> None:
         if self.choices is not None and self.answer is None:

@@ -29,11 +29,11 @@ def pick_splits(settings: DataSettings, known: Known | None, read: Reader, local
     """The functions that read the "train" split and, unless it is held out of it, the "validation" split."""
     if settings.name is None:
         paths = {"train": settings.train, "validation": settings.validation}
-        files = {role: _find_file(f"data.{role}", path) for role, path in paths.items() if path}
+        files = {role: find_file(f"data.{role}", path) for role, path in paths.items() if path}
         if "validation" in files and files["validation"].samefile(files["train"]):
             raise _same_source(settings)
         return {role: partial(read, path) for role, path in files.items()}
-    found = _find_splits(settings.name, known, read, local_hub)
+    found = find_splits(settings.name, known, read, local_hub)
     wanted = {"train": settings.train or "train"}
     default = known.validation if known else "validation"
     if settings.validation or default in found:
@@ -49,7 +49,8 @@ def pick_splits(settings: DataSettings, known: Known | None, read: Reader, local
     return {role: found[split] for role, split in wanted.items()}
 
 
-def _find_file(key: str, name: str) -> Path:
+def find_file(key: str, name: str) -> Path:
+    """The file or folder that a key of `data:` names."""
     path = hub.find_local("datasets", name)
     if path is None:
         raise UserError(f"{key}={name}: no such file or folder ({Path(name).expanduser().absolute()})")
@@ -63,7 +64,7 @@ def _same_source(settings: DataSettings) -> UserError:
     )
 
 
-def _find_splits(name: str, known: Known | None, read: Reader, local_hub: str | None) -> Readers:
+def find_splits(name: str, known: Known | None, read: Reader, local_hub: str | None) -> Readers:
     """The splits of a named data set: one per file in its folder, or else the folder or file itself as "train"."""
     if name in KNOWN_CONVERSATIONS:
         return KNOWN_CONVERSATIONS[name]

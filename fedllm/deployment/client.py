@@ -6,7 +6,7 @@ optimizer = client.begin(broadcast, steps=len(batches)) #   any loop that calls 
 upload = client.finish(optimizer)
 client.save("client.safetensors")                       # before the upload is sent, if the site may be restarted
 
-The server is in `fedllm.deployment.server`. docs/guides/deployment.md shows both in use.
+The server is in `fedllm.deployment.server`. docs/guides/sites/own_program.md shows both.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedllm.aggregation.upload_checks import fault, faults, misfit
+from fedllm.aggregation.upload_checks import fault, misfit
 from fedllm.algorithms.base import Algorithm, RoundInfo, lengths
 from fedllm.blocks import BlockPartition, RoleError, partition
-from fedllm.common import tensor_file
 from fedllm.common.errors import UserError
-from fedllm.common.tensors import State, under
-from fedllm.deployment.messages import Broadcast, Upload, disagreement, terms
+from fedllm.common.tensors import State
+from fedllm.deployment.ledger import Ledger
+from fedllm.deployment.messages import Broadcast, Upload, check_broadcast, terms
 from fedllm.deployment.optimizer import FederatedOptimizer
 from fedllm.federation.info import run_info
 from fedllm.models.fingerprint import fingerprint
@@ -36,16 +36,15 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Client:
-    """A site with its own model and data. `state` {name: [1, d] or [1, B]} holds its vectors between rounds.
+    """A site with its own model and data. It keeps its vectors {name: [1, d] or [1, B]} between rounds.
 
     info: must equal the server's, see model_info. If the algorithm sends block means and info has no blocks, the blocks
     of `model` are used. samples: number of samples that the site holds, for `weights: size`. gradient: the full local
     gradient [d] at x0 (see full_gradient), required under `tracking_init: gradient`. state: the vectors of an earlier
     session; None for a new client. Raises UserError if any of these does not fit.
 
-    The server may never count an upload: it may be lost, late or rejected. The state must then be the one from before
-    that upload. So the client stores the states before and after each upload of a round. The next broadcast, made by
-    `server.broadcast(client)`, names the last upload that counted, and the client restores the state of that upload.
+    The client stores the states before and after each upload of a round. The next broadcast, made by
+    `server.broadcast(client)`, names the last upload that counted, and the client restores its state, see Ledger.
     """
 
     def __init__(
@@ -66,13 +65,16 @@ class Client:
             )
         no_blocks = info.blocks.num_blocks == info.blocks.dim
         self.info = replace(info, blocks=model_blocks(algorithm, model) or info.blocks) if no_blocks else info
-        self.state = self._first(x, gradient) if state is None else state
-        self._lengths, self._dtype = lengths(algorithm.client_vectors(), x, self.info), x.dtype
-        if why := misfit(self.state, {name: (1, size) for name, size in self._lengths.items()}, x.dtype):
+        first = self._first(x, gradient) if state is None else state
+        kept = lengths(algorithm.client_vectors(), x, self.info)
+        if why := misfit(first, {name: (1, size) for name, size in kept.items()}, x.dtype):
             raise UserError(f"state: {why}")
-        self._receipt = ""  # of the upload that produced `state`; "" before the first upload
-        self._round = -1  # the last round begun
-        self._others: dict[str, State] = {}  # earlier states by receipt, to restore if that upload does not count
+        self._ledger = Ledger(first, kept, x.dtype)
+
+    @property
+    def state(self) -> State:
+        """The vectors {name: [1, d] or [1, B]} that the next round begins with."""
+        return self._ledger.state
 
     def _first(self, x: Tensor, gradient: Tensor | None) -> State:
         if not self.algorithm.needs_full_gradient():
@@ -84,7 +86,10 @@ class Client:
     def begin(self, broadcast: Broadcast, steps: int) -> FederatedOptimizer:
         """Sets the model to the broadcast and returns the optimizer of this round.
 
-        Raises UserError if this client has no state for the upload that the broadcast names as the last counted."""
+        Raises UserError for a broadcast that does not fit, and if this client has no state for the upload that the
+        broadcast names as the last counted. The client is then as before."""
+        x = ParameterSpace.of(self.model).gather(self.model)
+        check_broadcast(broadcast, x, self.algorithm, self.info)  # before the state follows what it says
         self._settle(broadcast)
         return FederatedOptimizer(self.model, self.algorithm, self.info, broadcast, self.state, steps)
 
@@ -93,45 +98,20 @@ class Client:
 
         Raises RunError, naming the tensor, if either is not finite; the state is then unchanged."""
         upload, kept = optimizer.end(tracked, self.samples)
-        self._others[self._receipt] = self.state
-        self._receipt, self.state = upload.receipt, kept
+        self._ledger = self._ledger.after(upload.receipt, kept)
         return upload
 
     def _settle(self, broadcast: Broadcast) -> None:
         """Restores the state of the last upload that counted, if the broadcast names one."""
-        states = {**self._others, self._receipt: self.state}
-        counted = self._receipt if broadcast.counted is None or not self._lengths else broadcast.counted
-        if counted not in states:
-            raise UserError(
-                f"broadcast of round {broadcast.round}: the last upload of this client that counted is "
-                f"{counted[:12] or 'none'}, but its state came with {self._receipt[:12] or 'none'}; load the newest "
-                "that Client.save wrote, or none where the federation begins anew; to go on all the same, begin with "
-                "replace(broadcast, counted=None)"
-            )
-        self._receipt, self.state = counted, states.pop(counted)
-        self._others = states if broadcast.round == self._round else {}  # uploads of earlier rounds can no longer count
-        self._round = broadcast.round
+        self._ledger.settle(broadcast)
 
     def save(self, path: str | Path) -> None:
         """Writes the client's states to a file, atomically. Raises RunError if the file cannot be written."""
-        states = {**self._others, self._receipt: self.state}
-        head = {"receipts": list(states), "round": self._round, "terms": terms(self.algorithm, self.info)}
-        tensors = {f"{place}/{name}": v for place, kept in enumerate(states.values()) for name, v in kept.items()}
-        tensor_file.write(path, tensor_file.pack(head, tensors))
+        self._ledger.save(path, terms(self.algorithm, self.info))
 
     def load(self, path: str | Path) -> None:
         """Restores what `save` wrote. Raises UserError, naming the file, if it is damaged or of another federation."""
-        head, tensors = tensor_file.read(path)
-        if head.keys() != {"receipts", "round", "terms"}:
-            raise UserError(f"{path}: found {sorted(head)}, expected what Client.save writes")
-        if why := disagreement(head["terms"], terms(self.algorithm, self.info)):
-            raise UserError(f"{path}: {why}; the file is of another federation")
-        states = {receipt: under(f"{place}/", tensors) for place, receipt in enumerate(head["receipts"])}
-        for state in states.values():
-            if why := faults(state, self._lengths, self._dtype, 1).get(0):
-                raise UserError(f"{path}: {why}")
-        self._receipt, self.state = states.popitem()
-        self._others, self._round = states, head["round"]
+        self._ledger.load(path, terms(self.algorithm, self.info))
 
     def fit(
         self,

@@ -16,6 +16,13 @@ from fedllm.common.errors import UserError
 from fedllm.common.tensors import State, under
 
 Terms = dict[str, Any]
+_BROADCAST_HEAD: dict[str, tuple[type, ...]] = {
+    "round": (int,),
+    "terms": (dict,),
+    "counted": (str, type(None)),
+    "start": (str,),
+}
+_SHOWN = 300  # characters of a message's value that an error shows at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +43,25 @@ class Broadcast:
 
     def to_bytes(self) -> bytes:
         """Encodes the broadcast as a safetensors file with a JSON head."""
+        return tensor_file.pack(*self.packed())
+
+    def packed(self) -> tuple[dict[str, Any], State]:
+        """The broadcast as plain values and tensors by name."""
         head = {"round": self.round, "terms": self.terms, "counted": self.counted, "start": self.start}
-        return tensor_file.pack(head, {"x": self.x, **{f"server/{name}": value for name, value in self.server.items()}})
+        return head, {"x": self.x, **{f"server/{name}": value for name, value in self.server.items()}}
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Broadcast:
         """Decodes a broadcast. Raises UserError if the bytes are none. A client checks the content in `begin`."""
-        head, tensors = tensor_file.unpack(data)
+        return cls.unpacked(*tensor_file.unpack(data))
+
+    @classmethod
+    def unpacked(cls, head: dict[str, Any], tensors: State) -> Broadcast:
+        """The broadcast of what `packed` gives. Raises UserError if these are none."""
         _require_head(cls, head, "x", "server")
+        for name, kinds in _BROADCAST_HEAD.items():
+            if type(head[name]) not in kinds:
+                raise UserError(f"broadcast {name}: found {type(head[name]).__name__}, expected {kinds[0].__name__}")
         return cls(x=tensors.pop("x", None), server=under("server/", tensors), **head)  # type: ignore[arg-type]
 
 
@@ -82,7 +100,11 @@ class Upload(Mapping[str, Tensor]):
     @classmethod
     def from_bytes(cls, data: bytes) -> Upload:
         """Decodes an upload. Raises UserError if the bytes are none. Server.add checks the content."""
-        head, tensors = tensor_file.unpack(data)
+        return cls.unpacked(*tensor_file.unpack(data))
+
+    @classmethod
+    def unpacked(cls, head: dict[str, Any], tensors: State) -> Upload:
+        """The upload of this head and these tensors. Raises UserError if the head is none."""
         _require_head(cls, head, "tensors")
         return cls(tensors, **head)
 
@@ -124,17 +146,23 @@ def disagreement(theirs: Terms, ours: Terms) -> str | None:
         found = theirs.get(name)
         if name == "model" and found and value and found != value:
             return (
-                f"model: found {found}, expected {value}: another base, other adapters, or frozen weights that each "
-                "site drew for itself, such as a pooler that the checkpoint lacks"
+                f"model: found {_cut(str(found))}, expected {value}: another base, other adapters, or frozen weights "
+                "that each site drew for itself, such as a pooler that the checkpoint lacks"
             )
         if name != "model" and name in theirs and found != value:
-            return f"{name}: found {found!r}, expected {value!r}"
+            return f"{name}: found {_cut(repr(found))}, expected {value!r}"
     return None
 
 
-def check_broadcast(broadcast: Broadcast, x: Tensor, algorithm: Algorithm, info: RoundInfo) -> None:
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def check_broadcast(
+    broadcast: Broadcast, x: Tensor, algorithm: Algorithm, info: RoundInfo, beside: Mapping[str, int] | None = None
+) -> None:
     """Raises UserError unless the broadcast's round is in the run, its terms agree, and x and the downloads fit the
-    model's size and dtype."""
+    model's size and dtype. beside: other vectors that it must have, with their numbers of values."""
     if not isinstance(broadcast.round, int) or not 0 <= broadcast.round < info.total:
         raise UserError(
             f"broadcast round: found {broadcast.round}, expected 0 to {info.total - 1}, the rounds of the run"
@@ -146,7 +174,7 @@ def check_broadcast(broadcast: Broadcast, x: Tensor, algorithm: Algorithm, info:
         )
     unused = algorithm.server_vectors().keys() - algorithm.downloads().keys()  # allowed in a broadcast, and ignored
     found = {"x": broadcast.x} | {name: value for name, value in broadcast.server.items() if name not in unused}
-    expected = {"x": len(x)} | lengths(algorithm.downloads(), x, info)
+    expected = {"x": len(x)} | lengths(algorithm.downloads(), x, info) | (dict(beside) if beside else {})
     if why := fault(found, expected, x.dtype):
         raise UserError(
             f"broadcast of round {broadcast.round}: {why}; send what Server.broadcast() gives, of a "

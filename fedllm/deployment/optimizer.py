@@ -13,9 +13,10 @@ from fedllm.aggregation.pipeline import Pipeline
 from fedllm.aggregation.upload_checks import misfit
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, clip
-from fedllm.common.errors import RunError, UserError
+from fedllm.common.errors import UserError
 from fedllm.common.tensors import State
 from fedllm.deployment.messages import Broadcast, Upload, check_broadcast
+from fedllm.deployment.outgoing import outgoing
 from fedllm.models.flat_parameters import ParameterSpace
 
 
@@ -115,16 +116,8 @@ class FederatedOptimizer(torch.optim.Optimizer):
         )
         alg, info, x, server = self._algorithm, self._info, self._broadcast.x[None], self._broadcast.server
         upload, kept = alg.end(self._local, x, server, self._client, rows, info)
-        uploads, declared, pipeline = Uploads(upload, kept), Declared.by(alg, x, info), Pipeline()
-        pipeline.send(uploads, declared, 1)
-        left_out = () if tracked else alg.tracked_uploads()
-        sent = {name: value for name, value in uploads.sent.items() if name not in left_out}
-        pipeline.receive(uploads, declared, 1)  # the same checks as on the server
-        for why in uploads.rejected.values():
-            raise RunError(
-                f"round {info.index + 1}: {why}; nothing was sent, and the client's state is as before the round. "
-                "Lower algorithm.lr, set algorithm.clip_norm, or look for bad values in the round's batches"
-            )
+        uploads = Uploads(upload, kept)
+        sent = outgoing(uploads, Declared.by(alg, x, info), Pipeline(), alg, tracked=tracked, round=info.index)
         start = self._broadcast.start
         return Upload(sent, info.index, self._steps, float(self._rate_sum), samples, tracked, start), uploads.kept
 

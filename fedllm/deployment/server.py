@@ -24,9 +24,11 @@ from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, lengths
 from fedllm.common import tensor_file
 from fedllm.common.errors import UserError
-from fedllm.common.tensors import under
+from fedllm.common.tensors import State, under
 from fedllm.deployment.client import require_gradient
 from fedllm.deployment.messages import Broadcast, Upload, disagreement, terms
+from fedllm.federation.setup import BUFFERS
+from fedllm.problems.base import Buffers
 
 _DTYPES = (torch.float32, torch.float64)
 _HEAD_BYTES = 65_536  # upper bound for the head of an upload
@@ -39,10 +41,17 @@ class Server:
     With the same clients it computes the same sums as `simulate`. round: the current round, from 0. rejected: client ->
     reason, in the current round. counted: client -> receipt of its last upload that counted. gradient: the mean [d] of
     all N clients' full gradients at x (see client.full_gradient), if the algorithm needs it. To continue from another
-    state, set round, x and state.
+    state, set round, x and state. buffers [b]: of a model with batch norm, the mean of what the clients sent last.
     """
 
-    def __init__(self, algorithm: Algorithm, x: Tensor, info: RoundInfo, gradient: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        x: Tensor,
+        info: RoundInfo,
+        gradient: Tensor | None = None,
+        buffers: Buffers | None = None,
+    ) -> None:
         self.algorithm, self.info = algorithm, info
         if not isinstance(x, Tensor) or x.shape != (info.blocks.dim,) or x.dtype not in _DTYPES:
             is_found = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
@@ -53,12 +62,17 @@ class Server:
             self.state = algorithm.init_server(self.x, info, gradient)
         else:
             self.state = algorithm.init_server(self.x, info)
+        self._buffers = buffers
+        self.buffers = None if buffers is None else buffers.initial.to(self.x)
         self.counted: dict[int, str] = {}
         self._pipeline = Pipeline()
         self._open()
 
     def _open(self) -> None:
         self._declared = Declared.by(self.algorithm, self.x, self.info)
+        if self.buffers is not None:
+            sent = {**self._declared.sent, BUFFERS: len(self.buffers)}
+            self._declared = replace(self._declared, sent=sent)
         self._reduction = self._pipeline.reduction(self.algorithm, self._declared, self.x.device)
         self._receipts: dict[int, str] = {}
         self.rejected: dict[int, str] = {}
@@ -69,9 +83,30 @@ class Server:
         Raises UserError if `client` is not in 0 to N - 1."""
         if client is not None and (why := self._unknown_client(client)):
             raise UserError(why)
-        server = {name: self.state[name] for name in self.algorithm.downloads()}
+        server = self.downloads()
         counted = None if client is None else self.counted.get(client, "")
         return Broadcast(self.round, self.x, server, terms(self.algorithm, self.info), counted, self._start())
+
+    def downloads(self) -> State:
+        """The vectors that a client receives beside x, by name."""
+        found = {name: self.state[name] for name in self.algorithm.downloads()}
+        if self.buffers is None or self._buffers is None or self._buffers.local:
+            return found
+        return {**found, BUFFERS: self.buffers}
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that an upload may have."""
+        return sum(self._declared.sent.values()) * self.x.element_size() + _HEAD_BYTES
+
+    @property
+    def accepted(self) -> list[int]:
+        """The clients whose uploads of this round were accepted."""
+        return list(self._receipts)
+
+    def mean_update(self) -> Tensor:
+        """The mean [d] (float64) of the updates d_i that were accepted in this round, by the aggregation's weights."""
+        return self._reduction.sums["d"] / self._reduction.counts["weight"]
 
     def _start(self) -> str:
         """A digest of the round and x. It differs between runs, and after the server was restored and x changed."""
@@ -87,9 +122,8 @@ class Server:
         if why := self._unknown_client(client):
             return why
         if isinstance(upload, bytes | bytearray):
-            most = sum(self._declared.sent.values()) * self.x.element_size() + _HEAD_BYTES
-            if len(upload) > most:
-                return self._reject(client, f"found {len(upload):,} bytes, expected at most {most:,}")
+            if len(upload) > self.most_bytes:
+                return self._reject(client, f"found {len(upload):,} bytes, expected at most {self.most_bytes:,}")
             try:
                 upload = Upload.from_bytes(bytes(upload))
             except UserError as error:
@@ -131,7 +165,7 @@ class Server:
             return f"the {self.info.total} rounds of the run are over"
         if upload.round != self.round:
             return f"round: found {_shown(upload.round)}, expected {self.round}"
-        if upload.start and upload.start != (start := self._start()):
+        if upload.start != "" and upload.start != (start := self._start()):
             return f"start: found {_shown(upload.start)}, expected {_shown(start)}: it began with another x"
         if not _whole(upload.steps, 1, self.info.local_steps):
             return f"steps: found {_shown(upload.steps)}, expected 1 to {self.info.local_steps}, the federation's"
@@ -160,7 +194,9 @@ class Server:
         stays open."""
         require_enough(self._reduction.clients, min_clients, self.rejected, self.round)
         info = replace(self.info, index=self.round)
-        self.x, self.state = aggregate(self.algorithm, self.x, self.state, self._reduction.result(), info)
+        reduced = self._reduction.result()
+        self.x, self.state = aggregate(self.algorithm, self.x, self.state, reduced, info)
+        self.buffers = reduced.mean.get(BUFFERS)
         self.counted |= self._receipts
         self.round += 1
         self._open()
@@ -172,7 +208,8 @@ class Server:
         Call it after `aggregate` and before the next broadcast. Then no client has seen a round newer than the file."""
         counted = {str(client): receipt for client, receipt in self.counted.items()}
         head = {"round": self.round, "counted": counted, "terms": terms(self.algorithm, self.info)}
-        tensors = {"x": self.x, **{f"server/{name}": value for name, value in self.state.items()}}
+        beside = {} if self.buffers is None else {BUFFERS: self.buffers}
+        tensors = {"x": self.x, **beside, **{f"server/{name}": value for name, value in self.state.items()}}
         tensor_file.write(path, tensor_file.pack(head, tensors))
 
     def load(self, path: str | Path) -> None:
@@ -186,10 +223,12 @@ class Server:
             raise UserError(f"{path}: {why}; the file is of another federation")
         kept = lengths(self.algorithm.server_vectors(), self.x, self.info)
         vectors = {f"server/{name}": size for name, size in kept.items()}
-        if why := fault(tensors, {"x": len(self.x), **vectors}, self.x.dtype):
+        beside = {} if self.buffers is None else {BUFFERS: len(self.buffers)}
+        if why := fault(tensors, {"x": len(self.x), **beside, **vectors}, self.x.dtype):
             raise UserError(f"{path}: {why}")
         tensors = {name: value.to(self.x.device) for name, value in tensors.items()}
         self.round, self.x, self.state = head["round"], tensors["x"], under("server/", tensors)
+        self.buffers = tensors.get(BUFFERS)
         self.counted = {int(client): receipt for client, receipt in head["counted"].items()}
         self._open()
 

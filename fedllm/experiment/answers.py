@@ -17,8 +17,8 @@ from fedllm.common.seeding import numpy_rng
 from fedllm.data.pixels import Pixels
 from fedllm.data.split import Split
 from fedllm.data.tokenization import Tokens
-from fedllm.experiment.build import Job
 from fedllm.experiment.generation import generate_answers
+from fedllm.experiment.job import Job
 
 ANSWERS = "samples.jsonl"
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedllm.experiment.build import Job
 from fedllm.experiment.evaluation import choices_at, outputs_at
+from fedllm.experiment.job import Job
 from fedllm.federation.executor import Executor
 
 Scores = dict[str, float | None]

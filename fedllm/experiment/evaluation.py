@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fedllm.data.samples import Samples
-from fedllm.experiment.build import Job
+from fedllm.experiment.job import Job
 from fedllm.federation.executor import Executor
 from fedllm.federation.state import FederationState
 from fedllm.results.format import round_to

@@ -12,9 +12,10 @@ from fedllm.common.errors import cut_name
 from fedllm.data.conversations.sample_view import BEGIN, END, learned_share, marked_text
 from fedllm.data.samples import Samples
 from fedllm.data.tokenization import Tokens
-from fedllm.experiment.build import Job, run_folder
+from fedllm.experiment.build import run_folder
 from fedllm.experiment.client_samples import count_samples
 from fedllm.experiment.full_memory import FullNeed
+from fedllm.experiment.job import Job
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
 from fedllm.federation.costs import client_memory, traffic, vectors_per_round

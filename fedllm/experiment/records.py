@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fedllm.common.errors import RunError
-from fedllm.experiment.build import Job
 from fedllm.experiment.client_samples import count_samples
+from fedllm.experiment.job import Job
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.run_facts import RunFacts
 from fedllm.federation.costs import client_memory, simulated_seconds, stored_values, vectors_per_round
@@ -28,7 +28,7 @@ class RoundRecord:
 
     seconds: of the round, without the evaluation. simulated_seconds: of the slowest client, including its transfer.
     rejected: client -> reason. drift: see drift.measures. scores: the evaluation's scores, loss and seconds; empty in a
-    round without an evaluation.
+    round without an evaluation. missing: see RoundReport; a simulation's line has none.
     """
 
     round: int
@@ -40,7 +40,8 @@ class RoundRecord:
     clients: list[int]
     rejected: dict[str, str]
     drift: dict[str, float | None]
-    scores: dict[str, float | None] = field(default_factory=dict)
+    scores: dict[str, Any] = field(default_factory=dict)
+    missing: list[int] | None = None
 
     @classmethod
     def of(cls, job: Job, round: int, report: RoundReport, seconds: float) -> RoundRecord:
@@ -57,13 +58,15 @@ class RoundRecord:
             clients=report.clients,
             rejected={str(client): why for client, why in report.rejected.items()},
             drift=report.drift,
+            missing=report.missing,
         )
 
     def line(self) -> dict[str, Any]:
         """The line of metrics.jsonl as a JSON object."""
-        apart = ("drift", "scores")
+        apart = ("drift", "scores", "missing")
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in apart}
-        return {**values, **self.drift, **self.scores}
+        missing = {} if self.missing is None else {"missing": self.missing}
+        return {**values, **missing, **self.drift, **self.scores}
 
 
 def append_line(path: Path, line: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +111,7 @@ def partition_summary(job: Job) -> dict[str, Any]:
     column: the column whose values are the classes, for data without labels; else None. data: see Job.data.
     """
     settings, names = job.recipe.partition, None
-    if settings.scheme == "by_column" and settings.file is None:
+    if settings.scheme == "by_column" and settings.file is None and "train" not in job.dataset.stand_ins:
         column = job.dataset.train.columns[str(settings.column)]
         names = [str(column[part[0]]) for part in job.parts]
     found = count_samples(job.dataset, job.task, job.parts)

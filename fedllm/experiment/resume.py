@@ -14,7 +14,7 @@ from fedllm.common.errors import UserError
 from fedllm.config.recipe import CHOSEN_KEYS, DECIDED_KEYS, FREE_KEYS, OPTIONAL, Recipe, make_recipe, own_keys
 from fedllm.config.yaml_layers import parse_yaml
 from fedllm.distributed.process_group import restarted
-from fedllm.experiment.build import Job
+from fedllm.experiment.job import Job
 from fedllm.experiment.run_facts import RunFacts
 
 # Where data and model lie. They may change if the content is the same: RunFacts has digests of it under these names.

@@ -20,7 +20,7 @@ from fedllm.common.files import replace_text
 from fedllm.common.profiling import Profile
 from fedllm.config.recipe import Recipe, load_recipe
 from fedllm.experiment.answers import write_answers
-from fedllm.experiment.build import ReadCache, build_together, run_folder, say_notes, with_dir
+from fedllm.experiment.build import ReadCache, run_folder, say_notes, with_dir
 from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.comparison import compare
 from fedllm.experiment.launch import executor_for
@@ -28,12 +28,13 @@ from fedllm.experiment.model_card import TrainedOn, model_card
 from fedllm.experiment.plan import plan_table
 from fedllm.experiment.records import run_result
 from fedllm.experiment.resume import OtherRunError, check_folder
+from fedllm.experiment.round_source import RoundSource
 from fedllm.experiment.run_lock import RunInUseError, run_lock
 from fedllm.experiment.session import CLIENTS, Session, is_complete, open_session
 from fedllm.experiment.stopping import StopRequests, stop_requests
 from fedllm.experiment.trackers import require_installed
 from fedllm.experiment.trained_files import save_trained
-from fedllm.experiment.training import train
+from fedllm.experiment.training import ThisMachine, train
 from fedllm.federation.executor import Executor
 from fedllm.models.norms import write_statistics
 from fedllm.results.reader import load_run
@@ -63,9 +64,11 @@ def run_recipe(
     return run(with_dir(load_recipe(path, overrides), run_dir), profile=profile)
 
 
-def dry_run(recipe: Recipe, executor: Executor | None = None) -> None:
-    """Builds everything up to the first step and prints the plan. It says so if the folder holds another run."""
-    executor = executor or executor_for(recipe.run)
+def dry_run(recipe: Recipe, executor: Executor | None = None, source: RoundSource | None = None) -> None:
+    """Builds everything up to the first step and prints the plan. It says so if the folder holds another run.
+
+    source: see run."""
+    executor, source = executor or executor_for(recipe.run), source or ThisMachine()
 
     def look() -> None:
         try:
@@ -76,7 +79,7 @@ def dry_run(recipe: Recipe, executor: Executor | None = None) -> None:
     executor.on_first(look)
     say_notes(recipe)
     require_installed(recipe.run.trackers)
-    console.print(plan_table(build_together(recipe, None, executor)))
+    console.print(plan_table(source.build(recipe, None, executor)))
 
 
 def run(
@@ -87,6 +90,7 @@ def run(
     profile: bool = False,
     wait: bool = False,
     stop: StopRequests | None = None,
+    source: RoundSource | None = None,
 ) -> RunResult:
     """Runs a recipe; see run_recipe.
 
@@ -94,11 +98,12 @@ def run(
     all processes of the launcher. profile: measures this process's time per section, prints it at the end and writes it
     to profile.json in the run folder. wait: if another command runs this recipe, waits until that command ends instead
     of raising RunInUseError. stop: the stop requests of a command with several runs, by default of this run alone.
+    source: what computes the rounds, by default this machine.
     """
-    executor = executor or executor_for(recipe.run)
+    executor, source = executor or executor_for(recipe.run), source or ThisMachine()
     if stop is None:
         with stop_requests(executor.size) as stop:
-            return run(recipe, cache, executor, profile=profile, wait=wait, stop=stop)
+            return run(recipe, cache, executor, profile=profile, wait=wait, stop=stop, source=source)
     folder = run_folder(recipe)
     say_notes(recipe)
     moved = executor.on_first(lambda: check_folder(folder, recipe))
@@ -110,8 +115,8 @@ def run(
             return RunResult(folder, *finished)
         checkpoints = Checkpoints(folder / "checkpoints", warn)
         with _telling_what_is_kept(checkpoints, executor):
-            session = open_session(recipe, folder, executor, checkpoints, moved, cache)
-            return _complete(session, checkpoints, profile, stop)
+            session = open_session(recipe, folder, executor, checkpoints, source, moved, cache)
+            return _complete(session, checkpoints, source, profile, stop)
 
 
 @contextmanager
@@ -147,13 +152,15 @@ def _telling_what_is_kept(checkpoints: Checkpoints, executor: Executor) -> Itera
         raise type(error)(f"{text}{separator}{checkpoints.kept()}") from error
 
 
-def _complete(session: Session, checkpoints: Checkpoints, profile: bool, stop: StopRequests) -> RunResult:
+def _complete(
+    session: Session, checkpoints: Checkpoints, source: RoundSource, profile: bool, stop: StopRequests
+) -> RunResult:
     """Trains the remaining rounds and writes the result."""
     watch = None
     if profile and session.executor.rank == 0:
         path, done = session.folder / "profile.json", session.state.round
         watch = Profile(path, session.job.machine.device, done=done, processes=session.executor.size)
-    train(session, checkpoints, watch, stop)
+    train(session, checkpoints, source, watch, stop)
     result = _finish(session)
     if watch is not None and watch.rounds:
         console.print(watch.table())

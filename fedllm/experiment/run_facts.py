@@ -17,7 +17,8 @@ class RunFacts:
     clients are dealt into. threads, precision: of the machine. data: digests, see Job.data. labels: the classes' names.
     start: COSTS of what came before round 1. stepped_down: the rounds in which memory forced something.
     eval_cuts: into how many parts memory forced an evaluation's batches. head: what model.head=auto chose. base: see
-    Job.base_digest; None if an earlier version wrote the checkpoint.
+    Job.base_digest; None if an earlier version wrote the checkpoint. run, counted: of a deployed run, its name and the
+    receipt of each site's last upload that counted, by site; see deployment.server.
     """
 
     stacked_clients: int
@@ -32,6 +33,8 @@ class RunFacts:
     eval_cuts: int = 1
     head: Literal["keep", "new"] = "new"  # earlier versions always drew a new head
     base: str | None = None
+    run: str = ""
+    counted: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As a checkpoint's manifest holds them."""

@@ -14,10 +14,12 @@ from fedllm.common.console import say, say_all, stage, warn
 from fedllm.common.errors import UserError
 from fedllm.common.files import replace_text, sync
 from fedllm.config.recipe import Recipe
-from fedllm.experiment.build import Job, ReadCache, build_together
+from fedllm.experiment.build import ReadCache
 from fedllm.experiment.checkpoints import Checkpoints, Snapshot
+from fedllm.experiment.job import Job
 from fedllm.experiment.records import partition_summary, start_costs
 from fedllm.experiment.resume import as_before, check_data
+from fedllm.experiment.round_source import RoundSource
 from fedllm.experiment.run_facts import RunFacts
 from fedllm.experiment.trackers import require_installed
 from fedllm.federation.executor import Executor, describe
@@ -57,18 +59,19 @@ def open_session(
     folder: Path,
     executor: Executor,
     checkpoints: Checkpoints,
+    source: RoundSource,
     moved: Sequence[str] = (),
     cache: ReadCache | None = None,
 ) -> Session:
     """Builds the run of a recipe: a new one, or one that goes on after its newest checkpoint.
 
-    moved: see check_folder. cache: see run.
+    source: what computes its rounds. moved: see check_folder. cache: see run.
     """
     require_installed(recipe.run.trackers)
     snapshot = checkpoints.latest() if executor.rank == 0 else None
     before: Any = executor.on_first(lambda: _known(snapshot, checkpoints, folder))
     facts = None if before is None else RunFacts.from_json(before[0])
-    job = build_together(as_before(recipe, facts), cache, executor)
+    job = source.build(as_before(recipe, facts), cache, executor)
     if facts is not None:
         check_data(job, facts, folder, moved)
     say_all(job.notes, job.dataset.warnings)
@@ -80,6 +83,7 @@ def open_session(
         session = _resume(job, folder, executor, files, facts, snapshot)
         session.metrics = before[1]
     executor.on_first(lambda: replace_text(folder / "start.json", json.dumps(session.facts.start) + "\n"))
+    source.begin(session)
     return session
 
 

@@ -4,24 +4,51 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from fedllm.common.console import RoundProgress, warn
 from fedllm.common.files import replace_text
 from fedllm.common.profiling import Profile, end_round, running, section
+from fedllm.config.recipe import Recipe
+from fedllm.experiment.build import ReadCache, build_together
 from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.evaluation import evaluate
+from fedllm.experiment.job import Job
 from fedllm.experiment.records import RoundRecord, append_line
+from fedllm.experiment.round_source import RoundSource
 from fedllm.experiment.session import Session
 from fedllm.experiment.stopping import StopRequests, stopped
 from fedllm.experiment.trackers import Trackers
+from fedllm.federation.executor import Executor
 from fedllm.federation.rounds import Plan, RoundReport, run_round
 from fedllm.federation.sampling import sample
 from fedllm.tasks.base import lower_is_better
 
 
-def train(session: Session, checkpoints: Checkpoints, profile: Profile | None, stop: StopRequests) -> None:
-    """Trains all remaining rounds. Raises Interrupted after a round with a checkpoint if `stop` asks for it."""
+class ThisMachine:
+    """Rounds of clients that this process trains, together with the other processes of its launcher."""
+
+    def build(self, recipe: Recipe, cache: ReadCache | None, executor: Executor) -> Job:
+        return build_together(recipe, cache, executor)
+
+    def begin(self, session: Session) -> None:
+        """Nothing is to be done."""
+
+    def train(self, session: Session, clients: Sequence[int], tracked: Sequence[int], plan: Plan) -> RoundReport:
+        return run_round(session.job.setup, session.state, clients, tracked, plan)
+
+    def evaluate(self, session: Session) -> dict[str, Any]:
+        return evaluate(session.job, session.state, session.executor)
+
+
+def train(
+    session: Session, checkpoints: Checkpoints, source: RoundSource, profile: Profile | None, stop: StopRequests
+) -> None:
+    """Trains all remaining rounds, which `source` computes.
+
+    Raises Interrupted after a round with a checkpoint if `stop` asks for it."""
     recipe, state, executor = session.job.recipe, session.state, session.executor
     total, path = session.job.info.total, session.folder / "metrics.jsonl"
     executor.on_first(lambda: replace_text(path, "".join(json.dumps(line) + "\n" for line in session.metrics)))
@@ -31,7 +58,7 @@ def train(session: Session, checkpoints: Checkpoints, profile: Profile | None, s
         shared = (session.facts.stacked_clients, recipe.federation.min_clients, progress.step, session.facts.shares)
         plan = Plan(*shared, executor)
         while not session.complete:
-            record, plan = _train_round(session, plan)
+            record, plan = _train_round(session, source, plan)
             line = executor.on_first(lambda record=record: append_line(path, record.line()))  # type: ignore[misc]
             session.metrics.append(line)
             trackers.write(line)
@@ -45,20 +72,20 @@ def train(session: Session, checkpoints: Checkpoints, profile: Profile | None, s
                 raise stopped(f"{session.folder}: stopped after round {state.round}", reason)
 
 
-def _train_round(session: Session, plan: Plan) -> tuple[RoundRecord, Plan]:
+def _train_round(session: Session, source: RoundSource, plan: Plan) -> tuple[RoundRecord, Plan]:
     """One round with its evaluation, and the plan of the next round."""
     job, state = session.job, session.state
     recipe, info = job.recipe, job.info
     began = time.perf_counter()
     clients, tracked = sample(recipe.run.seed, state.round, info.num_clients, info.sampled, info.tracked)
-    report = run_round(job.setup, state, clients, tracked, plan)
+    report = source.train(session, clients, tracked, plan)
     for client, why in report.rejected.items():
         warn(f"round {state.round}: client {client} rejected: {why}")
     plan = _step_down(session, plan, report)
     record = RoundRecord.of(job, state.round, report, time.perf_counter() - began)
     if state.round % recipe.eval.every == 0 or state.round == info.total:
         with section("evaluate"):
-            record = replace(record, scores=evaluate(job, state, session.executor))
+            record = replace(record, scores=source.evaluate(session))
         _note_cuts(session)
     return record, plan
 

@@ -18,7 +18,8 @@ from fedllm.common.files import replace_text
 from fedllm.config.recipe import ALIASES, CHOSEN_KEYS, Recipe, load_recipe
 from fedllm.config.yaml_edit import with_keys
 from fedllm.config.yaml_layers import parse_yaml
-from fedllm.experiment.build import Job, build_together, say_notes
+from fedllm.experiment.build import build_together, say_notes
+from fedllm.experiment.job import Job
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.memory_plan import Need, usable_memory
 from fedllm.federation.executor import Executor

@@ -52,7 +52,7 @@ def train_part(
 
     def train(clients: list[int]) -> Trained:
         try:
-            return _train(setup, state, clients, [steps[client] for client in clients], tracked, progress)
+            return train_together(setup, state, clients, [steps[client] for client in clients], tracked, progress)
         except Exception as error:
             listed = ", ".join(map(str, clients))
             error.add_note(f"Round {setup.info.index + 1}, while these clients trained together: {listed}")
@@ -103,7 +103,7 @@ def _count(
         part.losses += [] if trained.losses is None else trained.losses[good].tolist()
 
 
-def _train(
+def train_together(
     setup: Setup,
     state: FederationState,
     clients: list[int],
@@ -111,7 +111,11 @@ def _train(
     tracked: set[int],
     progress: Progress,
 ) -> Trained:
-    """The local steps of some clients, in falling order of steps: the clients with steps left are the first rows."""
+    """The local steps of some clients that train together, in falling order of steps.
+
+    The clients with steps left are the first rows. counts: their local steps. tracked: clients that send what tracked
+    clients send. progress: called after each step with the number of clients that took it. `state` does not change.
+    """
     alg, problem, info = setup.algorithm, setup.problem, setup.info
     began, x = time.perf_counter(), state.x.expand(len(clients), -1)
     steps = torch.tensor(counts)

@@ -51,7 +51,7 @@ class RoundReport:
     rejected uploads. client_bytes: both ways, of the client that sent the most. compute_seconds: of the slowest client,
     estimated from the time of the clients trained with it and its share of their steps. drift: how far the accepted
     clients differ, see drift.measures. forced: the number of clients trained together after memory ran out, None if it
-    did not.
+    did not. missing: of real sites, the sampled ones that have not answered; None in a simulation.
     """
 
     clients: list[int]
@@ -65,6 +65,7 @@ class RoundReport:
     compute_seconds: float
     drift: dict[str, float | None]
     forced: int | None = None
+    missing: list[int] | None = None
 
 
 def start(

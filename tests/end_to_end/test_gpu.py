@@ -22,7 +22,7 @@ from fedllm import load_algorithm, load_recipe, run_recipe
 from fedllm.client import Client, model_info
 from fedllm.experiment.build import Job, assemble
 from fedllm.experiment.machine import find_machine
-from fedllm.federation.local_training import _train
+from fedllm.federation.local_training import train_together
 from fedllm.federation.rounds import Plan, RoundReport, run_round, start
 from fedllm.federation.sampling import sample
 from fedllm.server import Server
@@ -149,7 +149,7 @@ def test_the_local_loop_never_waits_for_the_gpu(tiny: Path, name: str, precision
     def strict(active: int) -> None:
         torch.cuda.set_sync_debug_mode("error")
 
-    found = _train(built.setup, federation, [0, 1], [4, 3], {0}, strict)
+    found = train_together(built.setup, federation, [0, 1], [4, 3], {0}, strict)
     with pytest.raises(RuntimeError, match="synchroniz"):
         found.local["x"].sum().item()
 

@@ -28,7 +28,7 @@ from fedllm.data.client_batches import ClientBatches
 from fedllm.data.tokenization import Tokens, send
 from fedllm.federation.client_states import ClientStore
 from fedllm.federation.info import round_info
-from fedllm.federation.local_training import _train
+from fedllm.federation.local_training import train_together
 from fedllm.federation.setup import Setup
 from fedllm.federation.state import FederationState
 from fedllm.models.loading import load_backbone
@@ -94,7 +94,7 @@ def local_round(alg: Algorithm, problem: Any, counts: list[int]) -> Any:
     store = ClientStore(lambda count: alg.init_clients(host, info, host if alg.needs_full_gradient() else None))
     federation = FederationState(0, x, alg.init_server(x, info, x if alg.needs_full_gradient() else None), store)
     setup = Setup(alg, problem, info)
-    return _train(setup, federation, list(range(len(counts))), counts, {0}, lambda active: None)
+    return train_together(setup, federation, list(range(len(counts))), counts, {0}, lambda active: None)
 
 
 VARIANTS = [

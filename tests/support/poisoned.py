@@ -23,7 +23,7 @@ from torch import Tensor
 from fedllm.cli.commands import main
 from fedllm.data.loading import Dataset
 from fedllm.distributed.process_group import restarted
-from fedllm.experiment import build
+from fedllm.experiment import parties
 from fedllm.experiment.recipe_data import read_data
 from fedllm.problems.lora.packing import Packed
 from fedllm.problems.lora.problem import LoraProblem
@@ -79,6 +79,6 @@ def read_otherwise(*arguments: Any) -> Dataset:
 
 if __name__ == "__main__":
     if any(on == os.environ["RANK"] and how == "other-data" for on, _, how in FAULTS):
-        build.read_data = read_otherwise  # type: ignore[attr-defined]
+        parties.read_data = read_otherwise  # type: ignore[attr-defined]
     LoraProblem.loss_and_gradient = faulty  # type: ignore[method-assign]
     sys.exit(main(["run", *sys.argv[1:]]))

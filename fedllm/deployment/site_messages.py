@@ -1,0 +1,285 @@
+"""What `fedllm serve` and its sites say to each other beside a Broadcast: announcement, orders and answers.
+
+Each message is a safetensors file with a JSON head, as tensor_file packs it; nothing in one is executed. An order is
+read by a site, an answer by the server. An answer to any order may be a Failure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from fedllm.common import tensor_file
+from fedllm.common.errors import UserError
+from fedllm.common.tensors import State
+from fedllm.deployment.messages import Broadcast, Upload
+
+HEAD_BYTES = 1 << 20  # most bytes of a message without tensors
+_RUN = re.compile(r"[0-9a-f]{32}")
+_TEXT = 2000  # characters of an error or a name that are kept
+_Check = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a site must know of a run before it can train: server to site.
+
+    run: 32 hex digits that name the run. site: the site's number, 0 to sites - 1. recipe: the server's, section by
+    section, null for one that is null. classes: their names by id, () where labels are none. version: of fedllm.
+    """
+
+    run: str
+    site: int
+    sites: int
+    recipe: dict[str, dict[str, Any] | None]
+    classes: tuple[str, ...]
+    version: str
+
+    def to_bytes(self) -> bytes:
+        return tensor_file.pack({"says": "announce", **vars(self)}, {})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Announcement:
+        """Raises UserError if the bytes are no announcement. What the recipe says is checked when it is read."""
+        head, _ = _opened(data, "announce", _ANNOUNCED)
+        return cls(**{**head, "classes": tuple(head["classes"])})
+
+
+@dataclass(frozen=True)
+class TrainOrder:
+    """A round's work for one site: server to site. tracked: whether it is one of the round's tracked clients."""
+
+    run: str
+    broadcast: Broadcast
+    tracked: bool
+
+    def to_bytes(self) -> bytes:
+        message, tensors = self.broadcast.packed()
+        return tensor_file.pack({"says": "train", "run": self.run, "tracked": self.tracked, **message}, tensors)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TrainOrder:
+        """Raises UserError if the bytes are no order. The site checks the broadcast's content."""
+        head, tensors = _opened(data, "train", {"run": _is_run, "tracked": _is_bool} | _BROADCAST)
+        run, tracked = head.pop("run"), head.pop("tracked")
+        return cls(run, Broadcast.unpacked(head, tensors), tracked)
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluateOrder:
+    """Asks for the scores of x [d] on a site's own validation samples: server to site. buffers [b]: or None."""
+
+    run: str
+    round: int
+    x: Tensor
+    buffers: Tensor | None = None
+
+    def to_bytes(self) -> bytes:
+        beside = {} if self.buffers is None else {"buffers": self.buffers}
+        return tensor_file.pack({"says": "evaluate", "run": self.run, "round": self.round}, {"x": self.x, **beside})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> EvaluateOrder:
+        """Raises UserError if the bytes are no order. The site checks the tensors' shapes."""
+        head, tensors = _opened(data, "evaluate", {"run": _is_run, "round": _is_count})
+        if not {"x"} <= tensors.keys() <= {"x", "buffers"}:
+            raise UserError(f"found tensors {sorted(tensors)}, expected x and, of batch norm, buffers")
+        return cls(head["run"], head["round"], tensors["x"], tensors.get("buffers"))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a site did not do what it was asked. whose: whose mistake it is. again: whether to announce the run again,
+    because this process of the site has not heard of it."""
+
+    error: str
+    whose: Literal["site", "server"]
+    again: bool = False
+
+    def to_bytes(self) -> bytes:
+        return tensor_file.pack({**vars(self), "error": self.error[:_TEXT]}, {})
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A site takes part. samples: of training. validation: samples on which it evaluates, 0 for none. name: its own.
+    versions: of fedllm, torch and others. device: where it computes."""
+
+    name: str
+    samples: int
+    validation: int
+    device: str
+    versions: dict[str, str]
+
+    def to_bytes(self) -> bytes:
+        return tensor_file.pack({"says": "joined", **vars(self)}, {})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Joined:
+        """Raises UserError if the bytes are none."""
+        head, _ = _opened(data, "joined", _JOINED)
+        return cls(**head)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainAnswer:
+    """A site's upload. loss: the mean of its local steps. seconds: of its local steps."""
+
+    upload: Upload
+    loss: float | None
+    seconds: float
+
+    def to_bytes(self) -> bytes:
+        head = {"says": "trained", "loss": self.loss, "seconds": self.seconds, "upload": self.upload.head}
+        return tensor_file.pack(head, self.upload.tensors)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TrainAnswer:
+        """Raises UserError if the bytes are none. Server.add checks the upload."""
+        kinds = {"loss": _is_score, "seconds": _is_seconds, "upload": _is_object}
+        head, tensors = _opened(data, "trained", kinds)
+        return cls(Upload.unpacked(head["upload"], tensors), head["loss"], head["seconds"])
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A site's scores on its own validation samples, by name; None for one that is not finite."""
+
+    round: int
+    samples: int
+    scores: dict[str, float | None] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        return tensor_file.pack({"says": "scores", **vars(self)}, {})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Scores:
+        """Raises UserError if the bytes are none."""
+        head, _ = _opened(data, "scores", {"round": _is_count, "samples": _is_size, "scores": _is_scores})
+        return cls(**head)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a site's process does. life: differs between its processes. doing: in a few words."""
+
+    name: str
+    life: str
+    doing: str
+
+    def to_bytes(self) -> bytes:
+        return tensor_file.pack({"says": "status", **vars(self)}, {})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Status:
+        """Raises UserError if the bytes are none."""
+        head, _ = _opened(data, "status", dict.fromkeys(("name", "life", "doing"), _is_text))
+        return cls(**head)
+
+
+def failure(data: bytes) -> Failure | None:
+    """The failure that a site answered with; None for any other answer, also for bytes that are none."""
+    if len(data) > HEAD_BYTES:
+        return None
+    try:
+        head, _ = tensor_file.unpack(data)
+    except UserError:
+        return None
+    if head.keys() != _FAILURE.keys() or not all(check(head[key]) for key, check in _FAILURE.items()):
+        return None
+    error = "".join(letter if letter.isprintable() else " " for letter in head["error"][:_TEXT])
+    return Failure(error, head["whose"], head["again"])
+
+
+def _opened(data: bytes, says: str, checks: Mapping[str, _Check]) -> tuple[dict[str, Any], State]:
+    """The head and the tensors of a message. Raises UserError if it is another one, or a value is of another kind."""
+    head, tensors = tensor_file.unpack(data)
+    if head.pop("says", None) != says or head.keys() != checks.keys():
+        raise UserError(f"found another message, expected '{says}' with {sorted(checks)}, of the same fedllm version")
+    for key, check in checks.items():
+        if not check(head[key]):
+            raise UserError(f"{key}: found {type(head[key]).__name__}, which does not fit a message '{says}'")
+    return head, tensors
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _TEXT and value.isprintable()
+
+
+def _is_run(value: Any) -> bool:
+    return isinstance(value, str) and _RUN.fullmatch(value) is not None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _is_size(value: Any) -> bool:
+    return _is_count(value) and value > 0
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
+
+
+def _is_score(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_scores(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= 100
+        and all(map(_is_text, value))
+        and all(map(_is_score, value.values()))
+    )
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_sections(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, dict | None) for each in value.values())
+
+
+def _is_versions(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) <= 100 and all(map(_is_text, [*value, *value.values()]))
+
+
+_ANNOUNCED: dict[str, _Check] = {
+    "run": _is_run,
+    "site": _is_count,
+    "sites": _is_size,
+    "recipe": _is_sections,
+    "classes": _is_texts,
+    "version": _is_text,
+}
+_BROADCAST: dict[str, _Check] = dict.fromkeys(("round", "terms", "counted", "start"), lambda value: True)
+_JOINED: dict[str, _Check] = {
+    "name": _is_text,
+    "samples": _is_size,
+    "validation": _is_count,
+    "device": _is_text,
+    "versions": _is_versions,
+}
+_FAILURE: dict[str, _Check] = {
+    "error": lambda value: isinstance(value, str),
+    "whose": lambda value: value in ("site", "server"),
+    "again": _is_bool,
+}
