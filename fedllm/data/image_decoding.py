@@ -126,10 +126,21 @@ def decode_image(where: str, value: Any, folder: Path | None, size: int | None) 
     from PIL import Image, ImageOps
 
     with _opened(where, _content(where, value, folder)) as image:
-        upright = ImageOps.exif_transpose(image).convert("RGB")
+        upright = _eight_bits(where, ImageOps.exif_transpose(image)).convert("RGB")
     if size is not None and upright.size != (size, size):
         upright = upright.resize((size, size), Image.Resampling.BILINEAR)
     return np.asarray(upright)
+
+
+def _eight_bits(where: str, image: Any) -> Any:
+    """The image with 8 bits a channel: of 16 the high 8, where Pillow would make white of all values above 255."""
+    if image.mode in ("I", "F"):
+        raise UserError(f"{where}: found pixels of 32 bits, expected 8 or 16; save the image with 8 bits a channel")
+    if not image.mode.startswith("I;16"):
+        return image
+    from PIL import Image
+
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 
 @contextmanager
@@ -148,6 +159,8 @@ def _opened(where: str, content: bytes) -> Iterator[Any]:
         raise UserError(
             f"{where}: found an image too large to decode, expected at most {MOST_PIXELS:,} pixels"
         ) from error
+    except UserError:
+        raise
     except Exception as error:  # Pillow's readers raise many types for a damaged file
         raise UserError(
             f"{where}: is no image that can be read ({type(error).__name__}), expected {', '.join(_FORMATS)}"

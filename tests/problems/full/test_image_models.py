@@ -61,16 +61,20 @@ def test_one_client_with_all_data_is_torch_optim(name: str, algorithm: Any, opti
         assert torch.allclose(found.buffers, statistics, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "apart"), [("cnn", 1e-5), pytest.param("resnet18_gn", 1e-3, marks=pytest.mark.slow)])
-def test_stacked_clients_equal_sequential_ones(name: str, apart: float) -> None:
-    """With augmentation, and clients of four and of three images. In a deep network, rounding moves some values to the
-    other side of a ReLU: in float64 these gradients of resnet18_gn are 1e-8 apart."""
+@pytest.mark.parametrize("name", ["cnn", pytest.param("resnet18_gn", marks=pytest.mark.slow)])
+def test_stacked_clients_equal_sequential_ones(name: str) -> None:
+    """With augmentation, and clients of four and of three images. In a deep network rounding may move a value to the
+    other side of a ReLU, which changes one client's gradient below that layer by 1e-3 and no other client's."""
     samples = pixels(14, augment=True)
-    alone, together = (full_problem(built(name), samples, clients=4, batch_size=4, stacked=each) for each in (0, 1))
+    alone, together = (
+        full_problem(built(name), samples, clients=4, batch_size=4, stacked=stacked) for stacked in (False, True)
+    )
     draw = torch.Generator().manual_seed(5)
     X = alone.initial() + 0.01 * torch.randn(4, alone.dim, generator=draw)
     losses, gradients = alone.loss_and_gradient(X, [2, 0, 3, 1], 0, 0)
     found, rows = together.loss_and_gradient(X, [2, 0, 3, 1], 0, 0)
     assert (found - losses).abs().max() < 2e-6 * losses.abs().max()
-    assert (rows - gradients).norm() < apart * gradients.norm()
+    apart = (rows - gradients).norm(dim=1) / gradients.norm(dim=1)
+    assert apart.sort().values[2] < 1e-5
+    assert apart.max() < (1e-5 if name == "cnn" else 2e-3)
     assert not torch.allclose(gradients[0], gradients[1])

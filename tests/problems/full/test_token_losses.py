@@ -96,7 +96,8 @@ def test_a_model_with_more_than_an_output_embedding_keeps_its_own_logits() -> No
     """A BERT that is a decoder has a layer before its output embedding."""
     config = BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=64, use_cache=False,
+        is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=64,
+        use_cache=False,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
