@@ -141,12 +141,12 @@ def uniform(seed: int, round: int, clients: Sequence[int], name: str, n: int) ->
 
 def _blocks(rows: Tensor) -> Tensor:
     """[C, n] -> [C, blocks, BLOCK], filled with zeros."""
-    return F.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    return F.pad(rows, (0, -rows.shape[1] % BLOCK)).view(len(rows), -1, BLOCK)
 
 
 def _pack(codes: Tensor) -> Tensor:
-    pairs = (F.pad(codes, (0, codes.shape[1] % 2)).to(torch.uint8) & 15).unflatten(1, (-1, 2))
-    return pairs[:, :, 0] | (pairs[:, :, 1] << 4)
+    halves = F.pad(codes, (0, codes.shape[1] % 2)).to(torch.uint8).bitwise_and(15)
+    return halves[:, 0::2].bitwise_or(halves[:, 1::2].bitwise_left_shift(4))
 
 
 def _unpack(packed: Tensor, n: int) -> Tensor:

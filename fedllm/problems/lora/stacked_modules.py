@@ -54,7 +54,7 @@ class StackedLora(StandIn, LoraLayer):
     def __init__(self, original: Any, context: PassContext, name: str, number: int) -> None:
         super().__init__(original, context)
         (adapter,) = original.lora_A.keys()
-        self.adapter = adapter
+        self.adapter: str = adapter
         self.names = (f"{name}.lora_A.{adapter}.weight", f"{name}.lora_B.{adapter}.weight")
         self.scale, self.number = float(original.scaling[adapter]), number
         self.rate = float(getattr(original.lora_dropout[adapter], "p", 0.0))
@@ -85,7 +85,8 @@ class StackedLora(StandIn, LoraLayer):
         B = parameters[name_b]
         if name_a in parameters:
             return parameters[name_a], B
-        return self.lora_A[self.adapter].weight.to(B.dtype).expand(len(B), -1, -1), B
+        frozen: Tensor = self.get_parameter(f"lora_A.{self.adapter}.weight")
+        return frozen.to(B.dtype).expand(len(B), -1, -1), B
 
 
 class StackedLinear(StandIn, nn.Linear):
