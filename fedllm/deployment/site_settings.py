@@ -37,9 +37,10 @@ class Policy:
     min_sites: int | None = setting(2, "sites that the run must have at least")
     rounds: int | None = setting(None, "rounds that the run may have at most")
     steps: int | None = setting(None, "local steps that a round may have at most")
+    clip: float | None = setting(None, "largest uploads.clip; the recipe must then give one number for all vectors")
 
     def __post_init__(self) -> None:
-        require_positive_settings(self, "min_sites", "rounds", "steps")
+        require_positive_settings(self, "min_sites", "rounds", "steps", "clip")
         for key in ("models", "algorithms"):
             if isinstance(names := getattr(self, key), str):
                 object.__setattr__(self, key, [names])
@@ -64,6 +65,7 @@ class Policy:
             or self._sites_refusal(sites)
             or _excess("rounds", "federation.rounds", _given(sections, "federation", "rounds"), self.rounds)
             or self._steps_refusal(sections)
+            or self._clip_refusal(_given(sections, "uploads", "clip"))
         )
 
     def _algorithm_refusal(self, name: Any) -> str | None:
@@ -77,6 +79,13 @@ class Policy:
         else:
             allowed = _listed(self.algorithms)
         return f"allow.algorithms: the recipe's algorithm.name is {_shown(name)}, this site allows {allowed}"
+
+    def _clip_refusal(self, found: Any) -> str | None:
+        number = isinstance(found, int | float) and not isinstance(found, bool)
+        if self.clip is None or (number and 0 < found <= self.clip):
+            return None
+        needed = f"this site needs one number, at most {self.clip:g}"
+        return f"allow.clip: the recipe's uploads.clip is {_shown(found)}, {needed}"
 
     def _sites_refusal(self, sites: int) -> str | None:
         if self.min_sites is None or sites >= self.min_sites:

@@ -213,10 +213,25 @@ def test_what_is_allowed(policy: dict[str, Any]) -> None:
             {"local": {"epochs": 2}},
             "allow.steps: the recipe gives local.epochs=2 and not local.steps, this site allows 3 or fewer",
         ),
+        ({"clip": 2.0}, {}, "allow.clip: the recipe's uploads.clip is None, this site needs one number, at most 2"),
+        (
+            {"clip": 0.5},
+            {"uploads": {"clip": 0.6}},
+            "allow.clip: the recipe's uploads.clip is 0.6, this site needs one number, at most 0.5",
+        ),
+        (
+            {"clip": 0.5},
+            {"uploads": {"clip": {"d": 0.1}}},
+            "allow.clip: the recipe's uploads.clip is {'d': 0.1}, this site needs one number, at most 0.5",
+        ),
     ],
 )
 def test_what_is_refused_is_said_in_one_sentence(policy: dict[str, Any], sections: dict, message: str) -> None:
     assert Policy(**policy).refusal(announced(**sections), 3) == message
+
+
+def test_a_clip_that_is_small_enough_is_allowed() -> None:
+    assert Policy(clip=0.5).refusal(announced(uploads={"clip": 0.5}), 3) is None
 
 
 def test_code_of_a_module_runs_only_where_the_site_names_it() -> None:
