@@ -193,6 +193,14 @@ class Algorithm:
         """The uploads {name: [C, ...]} and the clients' new state {name: [C, ...]}."""
         return {"d": local["x"] - x}, {}
 
+    def keep(self, kept: State, before: State, sent: State) -> State:
+        """The clients' new state where what they sent is not what `end` gave, because it was clipped or rounded.
+
+        kept: as `end` gave it. before: the state before the round. sent: the uploads as the server reads them. A
+        tracked upload is the change of the vector of its name; the server's vector remains the mean of the clients'.
+        """
+        return kept | {name: before[name] + sent[name] for name in self.tracked_uploads()}
+
     def aggregate(self, x: Tensor, server: State, reduced: Reduced, info: RoundInfo) -> tuple[Tensor, State]:
         """The next global model x [d] and server state."""
         return x + self.server_lr * reduced.mean["d"], {}

@@ -65,6 +65,9 @@ class FedDyn(Algorithm):
         d = local["x"] - x
         return {"d": d}, {"h": clients["h"] - self.alpha * d}
 
+    def keep(self, kept: State, before: State, sent: State) -> State:
+        return {"h": before["h"] - self.alpha * sent["d"]}
+
     def aggregate(self, x: Tensor, server: State, reduced: Reduced, info: RoundInfo) -> tuple[Tensor, State]:
         D = reduced.mean["d"]
         h = server["h"] - self.alpha * (reduced.clients / info.num_clients) * D

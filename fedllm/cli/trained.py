@@ -16,15 +16,16 @@ def add_commands(commands: Commands) -> None:
     """Adds evaluate, predict, export, chat and push."""
     evaluate = add_command(commands, "evaluate", _evaluate, "scores of a run's adapter, also on a file of your own")
     _add_run(evaluate)
-    what = "labelled samples (CSV, JSON lines or parquet); default: the run's validation split"
+    what = "labelled samples (CSV, JSON lines, parquet, or a folder per class); default: the run's validation split"
     evaluate.add_argument("file", nargs="?", type=Path, help=what)
     _add_text(evaluate)
     evaluate.add_argument("--label", metavar="COLUMN", help="the file's column of labels; default: the recipe's")
     evaluate.add_argument("--out", type=Path, metavar="FILE", help="also write the scores as JSON")
 
-    predict = add_command(commands, "predict", _predict, "predict the labels of a file's texts with a run's adapter")
+    what = "predict the labels of a file's texts or images with a run's model, or answer its prompts"
+    predict = add_command(commands, "predict", _predict, what)
     _add_run(predict)
-    predict.add_argument("file", type=Path, help="texts (CSV, JSON lines or parquet)")
+    predict.add_argument("file", type=Path, help="texts or images (CSV, JSON lines or parquet), or a folder of images")
     what = "file of the predictions (.csv, .tsv, .jsonl or .parquet); an existing one is replaced"
     predict.add_argument("--out", type=Path, required=True, metavar="FILE", help=what)
     _add_text(predict)
@@ -71,6 +72,8 @@ def _add_run(parser: CommandParser) -> None:
 def _add_text(parser: CommandParser) -> None:
     what = "the file's column of texts, twice for pairs; default: the recipe's"
     parser.add_argument("--text", action="append", metavar="COLUMN", help=what)
+    what = "the file's column of images; default: the recipe's"
+    parser.add_argument("--image", metavar="COLUMN", help=what)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -85,7 +88,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     with importing():
         from fedllm.experiment.evaluate_run import evaluate_run
 
-    options = {"text": arguments.text, "label": arguments.label, "round": arguments.round}
+    options = {name: getattr(arguments, name) for name in ("text", "label", "round", "image")}
     found = evaluate_run(arguments.run, arguments.file, **options)
 
     from fedllm.common.console import console, say
@@ -106,7 +109,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     from fedllm.results.kept_rounds import require_rounds
 
     require_rounds(arguments.run, arguments.round)
-    require_table(arguments.file)
+    require_table(arguments.file, folder=True)
     require_new_table(arguments.out, arguments.file)
     from fedllm.experiment.prediction_plan import plan_prediction  # loads pyarrow
 
@@ -115,6 +118,7 @@ def _predict(arguments: argparse.Namespace) -> int:
         "probabilities": arguments.probabilities,
         "round": arguments.round,
         "new_tokens": arguments.new_tokens,
+        "image": arguments.image,
     }
     plan = plan_prediction(arguments.run, arguments.file, arguments.out, **options)  # before torch is loaded
     with importing():

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from fedllm.aggregation.settings import UploadsSettings
 from fedllm.algorithms import Algorithm, canonical_name, load_algorithm
 from fedllm.common.errors import UserError
 from fedllm.common.schema import build, key_aliases, keys, nearest, without_nulls
@@ -48,6 +49,7 @@ class Recipe:
     local: LocalSettings
     eval: EvalSettings
     run: RunSettings
+    uploads: UploadsSettings
     costs: CostsSettings
     deployment: DeploymentSettings = field(default_factory=DeploymentSettings)
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -91,6 +93,7 @@ SECTION_TYPES: dict[str, type] = {
     "local": LocalSettings,
     "eval": EvalSettings,
     "run": RunSettings,
+    "uploads": UploadsSettings,
     "costs": CostsSettings,
     "deployment": DeploymentSettings,
 }
@@ -124,6 +127,9 @@ DECIDED_KEYS = frozenset({("model", "head"), ("data", "image_size")})
 _LATER_KEYS = {
     ("model", "head"): "new",
     ("model", "norm"): "average",
+    ("lora", "train"): "AB",
+    ("uploads", "clip"): None,
+    ("uploads", "bits"): "float32",
     ("costs", "seconds_per_step"): None,
     ("data", "task"): "classification",
     **{("data", key): None for key in OF_CONVERSATIONS},
@@ -136,8 +142,10 @@ _LATER_KEYS = {
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
 }
+_LATER_SECTIONS = ("uploads",)
 _SECTIONS = [
-    "model", "lora", "data", "partition", "algorithm", "federation", "local", "eval", "run", "costs", "deployment",
+    "model", "lora", "data", "partition", "algorithm", "federation", "local", "uploads", "eval", "run", "costs",
+    "deployment",
 ]  # fmt: skip
 
 
@@ -191,6 +199,11 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
     recipe = Recipe(name=name, algorithm=_plain(algorithm), notes=notes, **sections)
     if why := misfit_of_weights(recipe.lora is None, recipe.model, recipe.run):
         raise UserError(f"{where}: {why}")
+    if recipe.uploads.clip is not None:
+        try:
+            recipe.uploads.norms(recipe.load_algorithm())
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
     if (count := recipe.partition.known_clients) is None:
         return recipe
     try:
@@ -208,6 +221,15 @@ def _check_sections(values: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: unknown section '{section}'{known}; known sections: {', '.join(_SECTIONS)}")
         if not isinstance(values[section], Mapping) and not (section in OPTIONAL and values[section] is None):
             raise UserError(f"{where}: {section}: found {values[section]!r}, expected keys and values")
+
+
+def own_sections(values: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[str, Any]]:
+    """The sections of a recipe.yaml that any version wrote, see own_keys.
+
+    A section that the version did not have yet gets the values that say what the version did.
+    """
+    missing: dict[str, dict[str, Any]] = {section: {} for section in _LATER_SECTIONS if section not in values}
+    return {section: own_keys(section, keys) for section, keys in (dict(values) | missing).items()}
 
 
 def own_keys(section: str, values: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -32,6 +32,15 @@ def image_splits(path: Path) -> dict[str, Path]:
     return {folder.name: folder for folder in _folders(path) if _class_folders(folder)}
 
 
+def images_below(path: Path) -> list[Path]:
+    """The image files in a folder and in the folders below it, sorted; hidden ones are left out."""
+    return sorted(
+        file
+        for file in path.rglob("*")
+        if _is_image(file) and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+
+
 def _class_folders(path: Path) -> Sequence[Path]:
     return [folder for folder in _folders(path) if any(map(_is_image, folder.iterdir()))]
 

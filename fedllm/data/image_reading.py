@@ -26,13 +26,13 @@ def read_image_splits(
     splits: dict[str, Split] = {}
     for role, table in tables.items():
         labels = coding.encode(table, label)
-        images = decode_images(table, image, size, _folder_of(table), progress)
+        images = decode_images(table, image, size, folder_of(table), progress=progress)
         size = images.shape[-1]
         splits[role] = Split([], labels, table.without(image, label), np.arange(1, len(table) + 1), images=images)
     return splits
 
 
-def _folder_of(table: Table) -> Path | None:
+def folder_of(table: Table) -> Path | None:
     """The folder of a table that was read from a file, or the folder that it was read from; None for one of a hub."""
     path = Path(table.source)
     return path if path.is_dir() else path.parent if path.is_file() else None

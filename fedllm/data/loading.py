@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,42 +10,29 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fedllm.common import hub
 from fedllm.common.console import ProgressCallback
 from fedllm.common.errors import UserError
-from fedllm.common.schema import nearest
-from fedllm.common.seeding import numpy_rng
 from fedllm.data.conversations.reading import (
     KNOWN_CONVERSATIONS,
     TEXT_COLUMNS,
     named_columns,
     read_conversation_splits,
 )
-from fedllm.data.conversations.templates import is_template_file, read_template
-from fedllm.data.image_files import image_splits, read_image_table
+from fedllm.data.hold_out import hold_out, subset
+from fedllm.data.image_files import read_image_table
 from fedllm.data.image_reading import read_image_splits
-from fedllm.data.known_datasets import KNOWN_DATASETS, KnownDataset, label_column, text_columns
-from fedllm.data.known_images import (
-    KNOWN_IMAGES,
-    KnownImages,
-    check_image_settings,
-    image_columns,
-    known_images,
-    reads_images,
-)
+from fedllm.data.known_datasets import KNOWN_DATASETS, label_column, text_columns
+from fedllm.data.known_images import KnownImages, image_columns, known_images, reads_images
 from fedllm.data.labels import Coding, learn_coding
-from fedllm.data.repeats import first_with_same_text
 from fedllm.data.review import review
+from fedllm.data.setting_checks import check_settings
 from fedllm.data.settings import CAUSAL_LM
 from fedllm.data.split import Split as Split
-from fedllm.data.tables import READERS, Table, read_table
+from fedllm.data.split_sources import Known, Reader, pick_splits
+from fedllm.data.tables import Table, read_table
 
 if TYPE_CHECKING:
     from fedllm.data.settings import DataSettings
-
-Reader = Callable[[Path], Table]
-Known = KnownDataset | KnownImages
-Readers = dict[str, Callable[[], Table]]  # split name -> function that reads the split
 
 
 @dataclass(frozen=True)
@@ -94,16 +81,16 @@ def load_dataset(
 
     Raises UserError that names the file or split and the wrong key, column, row or value.
     """
-    _check(settings)
+    check_settings(settings)
     known: Known | None = known_images(settings) or KNOWN_DATASETS.get(settings.name or "")
     tables = _read_tables(settings, known, local_hub, progress)
     read = encode_tables(settings, known, tables, group_column, progress)
     splits, notes, seed = read.splits, list(read.notes), settings.holdout_seed
     if "validation" not in splits:
-        splits["train"], splits["validation"], repeats = _hold_out(splits["train"], settings.holdout, seed)
+        splits["train"], splits["validation"], repeats = hold_out(splits["train"], settings.holdout, seed)
         notes += repeats
-    train = _subset(splits["train"], settings.max_train, seed, "train")
-    validation = _subset(splits["validation"], settings.max_validation, seed, "validation")
+    train = subset(splits["train"], settings.max_train, seed, "train")
+    validation = subset(splits["validation"], settings.max_validation, seed, "validation")
     is_known = known is not None or settings.name in KNOWN_CONVERSATIONS
     doubts = [] if is_known else [*read.coding.doubts, *review(train, validation, read.coding.names)]
     return Dataset(
@@ -142,6 +129,11 @@ def encode_tables(
         notes += told
     elif reads_images(settings):
         coding = _coding(settings, known, tables, image_columns(settings)[1])
+        if not coding.names:
+            raise UserError(
+                f"data.label={image_columns(settings)[1]}: found numbers with fractions, expected the classes of "
+                f"images; name another column, or set data.regression=false to take each number for a class"
+            )
         splits = read_image_splits(settings, tables, coding, progress)
     else:
         splits, coding = _labelled_splits(settings, known, tables)
@@ -152,7 +144,7 @@ def _read_tables(
     settings: DataSettings, known: Known | None, local_hub: str | None, progress: ProgressCallback | None
 ) -> dict[str, Table]:
     """The tables of the "train" split and, unless it is held out of it, of the "validation" split."""
-    readers = _pick_splits(settings, known, table_reader(settings), local_hub)
+    readers = pick_splits(settings, known, table_reader(settings), local_hub)
     tables: dict[str, Table] = {}
     for role, read in readers.items():
         if progress:
@@ -205,154 +197,3 @@ def _coding(settings: DataSettings, known: Known | None, tables: dict[str, Table
                 f"{', '.join(declared)}"
             )
     return Coding(declared, declared=True)
-
-
-def _check(settings: DataSettings) -> None:
-    label = label_column(settings)
-    if not settings.name and not settings.train:
-        raise UserError("data: expected `name` (a data set) or `train` (a file or folder), found neither")
-    check_image_settings(settings)
-    if settings.text is not None and len(settings.text) not in (1, 2):
-        raise UserError(f"data.text={settings.text}: expected one or two columns")
-    if settings.task != CAUSAL_LM and settings.name in KNOWN_CONVERSATIONS:
-        raise UserError(
-            f"data.name={settings.name}: conversations, expected data.task={CAUSAL_LM}, found {settings.task}"
-        )
-    if settings.task == CAUSAL_LM and is_template_file(str(settings.template)):
-        read_template(str(settings.template))  # before a model is loaded
-    if settings.task != CAUSAL_LM and settings.text and label in settings.text:
-        raise UserError(f"data.text={settings.text}: '{label}' is the label column; expected columns of text")
-    if settings.regression is not None and settings.name in KNOWN_DATASETS:
-        raise UserError(f"data.regression={settings.regression}: '{settings.name}' says itself; leave it out")
-    if not 0 < settings.holdout < 1:
-        raise UserError(f"data.holdout={settings.holdout}: expected a fraction between 0 and 1")
-    known = KNOWN_DATASETS.get(settings.name or "")
-    if settings.classes is not None and (declares := known or known_images(settings)) and declares.classes:
-        raise UserError(f"data.classes={settings.classes}: '{settings.name}' declares its classes itself; leave it out")
-    if settings.task == CAUSAL_LM and known:
-        raise UserError(
-            f"data.name={settings.name}: labelled texts, expected data.task=classification, found {CAUSAL_LM}"
-        )
-    if settings.strip is not None and not (known and known.strip):
-        named = ", ".join(name for name, each in KNOWN_DATASETS.items() if each.strip)
-        raise UserError(
-            f"data.strip={settings.strip}: found data set '{settings.name or settings.train}', expected one whose "
-            f"texts have known parts: {named}; leave it out"
-        )
-    for key, limit in (("max_train", settings.max_train), ("max_validation", settings.max_validation)):
-        if limit is not None and limit < 1:
-            raise UserError(f"data.{key}={limit}: expected at least 1, or null for all")
-
-
-# Finding the splits
-
-
-def _pick_splits(settings: DataSettings, known: Known | None, read: Reader, local_hub: str | None) -> Readers:
-    """The functions that read the "train" split and, unless it is held out of it, the "validation" split."""
-    if settings.name is None:
-        paths = {"train": settings.train, "validation": settings.validation}
-        files = {role: find_file(f"data.{role}", path) for role, path in paths.items() if path}
-        if "validation" in files and files["validation"].samefile(files["train"]):
-            raise _same_source(settings)
-        return {role: partial(read, path) for role, path in files.items()}
-    found = find_splits(settings.name, known, read, local_hub)
-    wanted = {"train": settings.train or "train"}
-    default = known.validation if known else "validation"
-    if settings.validation or default in found:
-        wanted["validation"] = settings.validation or default
-        if wanted["validation"] == wanted["train"]:
-            raise _same_source(settings)
-    for role, split in wanted.items():
-        if split not in found:
-            raise UserError(
-                f"data.{role}: '{settings.name}' has no split '{split}'{nearest(split, list(found))}; "
-                f"it has: {', '.join(found)}"
-            )
-    return {role: found[split] for role, split in wanted.items()}
-
-
-def find_file(key: str, name: str) -> Path:
-    """The file or folder that a key of `data:` names."""
-    path = hub.find_local("datasets", name)
-    if path is None:
-        raise UserError(f"{key}={name}: no such file or folder ({Path(name).expanduser().absolute()})")
-    return path
-
-
-def _same_source(settings: DataSettings) -> UserError:
-    return UserError(
-        f"data.train={settings.train} and data.validation={settings.validation} are the same samples, expected others; "
-        f"without data.validation, the fraction data.holdout of the training samples is held out"
-    )
-
-
-def find_splits(name: str, known: Known | None, read: Reader, local_hub: str | None) -> Readers:
-    """The splits of a named data set: one per file in its folder, or else the folder or file itself as "train"."""
-    if name in KNOWN_CONVERSATIONS:
-        return KNOWN_CONVERSATIONS[name]
-    path = hub.find_local("datasets", name, local_hub)
-    if path is None:
-        return _find_hub_splits(name, known, local_hub)
-    if isinstance(read, partial) and read.func is read_image_table and (folders := image_splits(path)):
-        return {split: partial(read, folder) for split, folder in folders.items()}
-    files = sorted(file for file in path.glob("*") if file.suffix.lower() in READERS)
-    return {file.stem: partial(read, file) for file in files} or {"train": partial(read, path)}
-
-
-def _find_hub_splits(name: str, known: Known | None, local_hub: str | None) -> Readers:
-    """The splits of `owner/name` or `owner/name/config` in the Hugging Face cache, or else on the hub."""
-    import datasets
-
-    parts = name.split("/", 2)
-    address = known.hub if known else ("/".join(parts[:2]), *parts[2:])
-    try:
-        found = datasets.load_dataset(*address)
-    except Exception as error:  # the library raises many types; the user gets one error
-        cause = str(error).partition("\n")[0] or type(error).__name__
-        near = nearest(name, [*KNOWN_DATASETS, *KNOWN_CONVERSATIONS, *KNOWN_IMAGES])
-        raise hub.not_found("datasets", name, local_hub, cause + near) from error
-
-    def read(split: str) -> Table:
-        data = found[split]
-        classes = {
-            key: tuple(kind.names) for key, kind in data.features.items() if isinstance(kind, datasets.ClassLabel)
-        }
-        for key, kind in data.features.items():
-            if isinstance(kind, datasets.Image):
-                data = data.cast_column(key, datasets.Image(decode=False))
-        return Table(f"{name}, split '{split}'", data.to_dict(), classes)
-
-    return {split: partial(read, split) for split in found}
-
-
-def _hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split, list[str]]:
-    """Splits off a random `fraction` of the samples; returns the remaining rows, the held-out rows and notes.
-
-    Rows with the same text, prompt or image, which may have different labels, are on the same side; they count as the
-    first one. Per class or group, at least one remains, and at least one is held out if there are two or more.
-    """
-    first = first_with_same_text(split.contents)
-    distinct = first == np.arange(len(split))
-    strata = split.labels if split.labels.dtype == np.int64 else np.zeros(len(split), np.int64)
-    held = np.zeros(len(split), bool)
-    for stratum in np.unique(strata):
-        rows = np.flatnonzero((strata == stratum) & distinct)
-        count = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
-        held[numpy_rng(seed, "holdout", int(stratum)).permutation(rows)[:count]] = True
-    if not held.any():
-        group = "class" if split.conversations is None else "value of partition.column"
-        raise UserError(
-            f"data.holdout={fraction}: found {len(split)} rows with one {split.kind} per {group}, too few to hold any "
-            f"out; give data.validation"
-        )
-    held, repeats = held[first], int((~distinct).sum())
-    kind = split.kind
-    note = f"{repeats:,} of {len(split):,} rows repeat the {kind} of another row; the hold-out keeps equal {kind}s "
-    note += "together"
-    return split.take(np.flatnonzero(~held)), split.take(np.flatnonzero(held)), [note] if repeats else []
-
-
-def _subset(split: Split, limit: int | None, seed: int, role: str) -> Split:
-    if limit is None or limit >= len(split):
-        return split
-    return split.take(np.sort(numpy_rng(seed, f"subset/{role}").choice(len(split), limit, replace=False)))

@@ -13,9 +13,10 @@ from fedllm.common.errors import UserError
 from fedllm.data.conversations.conversation import ASSISTANT, USER, Conversation, Message
 from fedllm.data.known_datasets import KNOWN_DATASETS, label_column, text_columns
 from fedllm.data.known_images import image_columns, known_images, reads_images
-from fedllm.data.loading import Dataset, encode_tables, find_file, find_splits, table_reader
+from fedllm.data.loading import Dataset, encode_tables, table_reader
 from fedllm.data.settings import CAUSAL_LM, DataSettings
 from fedllm.data.split import Split
+from fedllm.data.split_sources import find_file, find_splits
 from fedllm.data.tables import Table
 
 _STAND_INS = 2  # samples that stand in for a split that a party does not have

@@ -6,7 +6,7 @@ A CSV's cells stay text. Errors count rows from 1, without the header line, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -75,16 +75,27 @@ def outline(path: Path, text: Sequence[str]) -> TableOutline:
 
     Raises UserError for a file that does not parse or has no rows, a missing column, and a value that is no text.
     """
+    return outline_of(path, read_chunks(path), dict.fromkeys(text, "--text"), Chunk.texts)
+
+
+def outline_of(
+    path: Path, chunks: Iterable[Chunk], columns: Mapping[str, str], check: Callable[[Chunk, str], object]
+) -> TableOutline:
+    """Reads all chunks of a table once and checks its `columns`, each with the option that names it.
+
+    check: called with each chunk and column, raises UserError for a bad value. Raises UserError for no rows, and for a
+    missing column.
+    """
     rows, names = 0, dict[str, None]()
-    for chunk in read_chunks(path):
+    for chunk in chunks:
         names |= dict.fromkeys(name for record in chunk.records for name in record)
-        for column in text:
+        for column, option in columns.items():
             if column not in names:
                 raise UserError(
-                    f"--text: {path} has no column '{column}'{nearest(column, list(names))}; its columns: "
+                    f"{option}: {path} has no column '{column}'{nearest(column, list(names))}; its columns: "
                     f"{listed(list(names), 20)}"
                 )
-            chunk.texts(column)
+            check(chunk, column)
         rows += len(chunk.records)
     if not rows:
         raise UserError(f"{path}: the file holds no rows")

@@ -68,8 +68,8 @@ def _refusal(site: Connection, log: str) -> UserError | None:
     if (found := _REFUSED.search(log)) is not None:
         return UserError(
             f"{site.server}: the server refuses this site's key {site.key} ({found.group(1)}): it is not in the "
-            "server's sites.yaml, or another process uses it; send who runs the server its public key: "
-            f"ssh-keygen -y -f {site.key}"
+            "server's sites.yaml, another process uses it, or this machine's clock is more than 5 s ahead or 5 min "
+            f"behind; send who runs the server its public key: ssh-keygen -y -f {site.key}"
         )
     return None
 

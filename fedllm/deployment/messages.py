@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedllm.aggregation.settings import PLAIN, UploadsSettings
 from fedllm.aggregation.upload_checks import fault
 from fedllm.algorithms.base import Algorithm, RoundInfo, lengths
 from fedllm.common import tensor_file
@@ -124,8 +125,9 @@ def _require_head(cls: type[Broadcast] | type[Upload], head: Mapping[str, Any], 
         raise UserError(f"found a head with {sorted(head)}, expected {sorted(expected)}, as {cls.__name__} has it")
 
 
-def terms(algorithm: Algorithm, info: RoundInfo) -> Terms:
-    """The values that must be equal on server and clients, in JSON types: algorithm, settings, federation, model."""
+def terms(algorithm: Algorithm, info: RoundInfo, uploads: UploadsSettings = PLAIN) -> Terms:
+    """The values that must be equal on server and clients, in JSON types: algorithm, settings, federation, model, and
+    what happens to uploads."""
     found = {
         "algorithm": type(algorithm).__name__,
         **{f"algorithm.{name}": value for name, value in asdict(algorithm).items()},
@@ -135,6 +137,7 @@ def terms(algorithm: Algorithm, info: RoundInfo) -> Terms:
         "tracked": info.tracked,
         "local_steps": info.local_steps,
         "model": info.model,
+        **{f"uploads.{name}": value for name, value in asdict(uploads).items()},
     }
     plain: Terms = json.loads(json.dumps(found, default=str))
     return plain
@@ -159,7 +162,12 @@ def _cut(text: str) -> str:
 
 
 def check_broadcast(
-    broadcast: Broadcast, x: Tensor, algorithm: Algorithm, info: RoundInfo, beside: Mapping[str, int] | None = None
+    broadcast: Broadcast,
+    x: Tensor,
+    algorithm: Algorithm,
+    info: RoundInfo,
+    beside: Mapping[str, int] | None = None,
+    uploads: UploadsSettings = PLAIN,
 ) -> None:
     """Raises UserError unless the broadcast's round is in the run, its terms agree, and x and the downloads fit the
     model's size and dtype. beside: other vectors that it must have, with their numbers of values."""
@@ -167,7 +175,7 @@ def check_broadcast(
         raise UserError(
             f"broadcast round: found {broadcast.round}, expected 0 to {info.total - 1}, the rounds of the run"
         )
-    if why := disagreement(broadcast.terms, terms(algorithm, info)):
+    if why := disagreement(broadcast.terms, terms(algorithm, info, uploads)):
         raise UserError(
             f"broadcast of round {broadcast.round}: {why}; give the server and this client the same load_algorithm "
             "and model_info"

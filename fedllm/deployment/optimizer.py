@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedllm.aggregation.pipeline import Pipeline
+from fedllm.aggregation.settings import PLAIN, UploadsSettings
 from fedllm.aggregation.upload_checks import misfit
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, clip
@@ -36,15 +37,27 @@ class FederatedOptimizer(torch.optim.Optimizer):
     state_dict contains the unfinished local round. So resume_from_checkpoint continues the round, after `begin` with
     the same broadcast.
 
+    uploads, number: see Client.
+
     Raises UserError for a broadcast that does not fit the model or the algorithm, naming the tensor.
     """
 
     def __init__(
-        self, model: nn.Module, algorithm: Algorithm, info: RoundInfo, broadcast: Broadcast, client: State, steps: int
+        self,
+        model: nn.Module,
+        algorithm: Algorithm,
+        info: RoundInfo,
+        broadcast: Broadcast,
+        client: State,
+        steps: int,
+        *,
+        uploads: UploadsSettings = PLAIN,
+        number: int = 0,
     ) -> None:
         self.space = ParameterSpace.of(model)
         start = self.space.gather(model)
-        check_broadcast(broadcast, start, algorithm, info)
+        check_broadcast(broadcast, start, algorithm, info, uploads=uploads)
+        self._uploads, self._number = uploads, number
         if not isinstance(steps, int) or not 1 <= steps <= info.local_steps:
             raise UserError(f"steps: found {steps!r}, expected 1 to {info.local_steps}, the federation's local steps")
         algorithm.check(info, [steps])
@@ -116,8 +129,9 @@ class FederatedOptimizer(torch.optim.Optimizer):
         )
         alg, info, x, server = self._algorithm, self._info, self._broadcast.x[None], self._broadcast.server
         upload, kept = alg.end(self._local, x, server, self._client, rows, info)
-        uploads = Uploads(upload, kept)
-        sent = outgoing(uploads, Declared.by(alg, x, info), Pipeline(), alg, tracked=tracked, round=info.index)
+        uploads = Uploads(upload, kept, self._client, [self._number], info.index)
+        pipeline = Pipeline.of(self._uploads, alg, seed=0)
+        sent = outgoing(uploads, Declared.by(alg, x, info), pipeline, alg, tracked=tracked, round=info.index)
         start = self._broadcast.start
         return Upload(sent, info.index, self._steps, float(self._rate_sum), samples, tracked, start), uploads.kept
 

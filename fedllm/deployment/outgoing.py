@@ -12,14 +12,14 @@ from fedllm.common.tensors import State
 def outgoing(
     uploads: Uploads, declared: Declared, pipeline: Pipeline, algorithm: Algorithm, *, tracked: bool, round: int
 ) -> State:
-    """The tensors {name: [1, n]} that one client sends, after the steps on uploads and with the server's checks.
+    """The tensors that one client sends, after the steps on uploads and with the server's checks; see Pipeline.wire.
 
     uploads: of this client alone; `kept` is then what it keeps. tracked: whether it sends what tracked clients send.
     round: from 0, for errors. Raises RunError, naming the tensor, if what is sent or kept is not finite.
     """
     pipeline.send(uploads, declared, 1)
     left_out = () if tracked else algorithm.tracked_uploads()
-    sent = {name: value for name, value in uploads.sent.items() if name not in left_out}
+    sent = pipeline.wire(uploads, [name for name in uploads.sent if name not in left_out])
     pipeline.receive(uploads, declared, 1)  # the same checks as on the server
     for why in uploads.rejected.values():
         raise RunError(

@@ -106,7 +106,7 @@ def _add(server: Server, received: _Received, site: int, body: bytes, tracked: b
 
 def _measure(server: Server, received: _Received, upload: Upload) -> None:
     if received.drift is not None:
-        received.drift.add(server.x, {"x": server.x + upload["d"].to(server.x.device)}, [0])
+        received.drift.add(server.x, {"x": server.x + server.update_of(upload)}, [0])
 
 
 def _drift(server: Server, received: _Received) -> dict[str, float | None]:

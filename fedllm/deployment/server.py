@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedllm.aggregation.pipeline import Pipeline
 from fedllm.aggregation.reduction import aggregate, require_enough
+from fedllm.aggregation.settings import PLAIN, UploadsSettings
 from fedllm.aggregation.upload_checks import fault
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, lengths
@@ -41,7 +42,8 @@ class Server:
     With the same clients it computes the same sums as `simulate`. round: the current round, from 0. rejected: client ->
     reason, in the current round. counted: client -> receipt of its last upload that counted. gradient: the mean [d] of
     all N clients' full gradients at x (see client.full_gradient), if the algorithm needs it. To continue from another
-    state, set round, x and state. buffers [b]: of a model with batch norm, the mean of what the clients sent last.
+    state, set round, x and state. uploads: what happens to the vectors that clients send, as at the clients.
+    buffers [b]: of a model with batch norm, the mean of what the clients sent last.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Server:
         info: RoundInfo,
         gradient: Tensor | None = None,
         buffers: Buffers | None = None,
+        uploads: UploadsSettings = PLAIN,
     ) -> None:
         self.algorithm, self.info = algorithm, info
         if not isinstance(x, Tensor) or x.shape != (info.blocks.dim,) or x.dtype not in _DTYPES:
@@ -65,7 +68,7 @@ class Server:
         self._buffers = buffers
         self.buffers = None if buffers is None else buffers.initial.to(self.x)
         self.counted: dict[int, str] = {}
-        self._pipeline = Pipeline()
+        self._pipeline = Pipeline.of(uploads, algorithm, seed=0)  # it draws nothing: a server only reads
         self._open()
 
     def _open(self) -> None:
@@ -85,7 +88,14 @@ class Server:
             raise UserError(why)
         server = self.downloads()
         counted = None if client is None else self.counted.get(client, "")
-        return Broadcast(self.round, self.x, server, terms(self.algorithm, self.info), counted, self._start())
+        return Broadcast(
+            self.round,
+            self.x,
+            server,
+            terms(self.algorithm, self.info, self._pipeline.settings),
+            counted,
+            self._start(),
+        )
 
     def downloads(self) -> State:
         """The vectors that a client receives beside x, by name."""
@@ -107,6 +117,10 @@ class Server:
     def mean_update(self) -> Tensor:
         """The mean [d] (float64) of the updates d_i that were accepted in this round, by the aggregation's weights."""
         return self._reduction.sums["d"] / self._reduction.counts["weight"]
+
+    def update_of(self, upload: Upload) -> Tensor:
+        """d [1, d] of an upload that was accepted."""
+        return self._received(upload).sent["d"].to(self.x.device)
 
     def _start(self) -> str:
         """A digest of the round and x. It differs between runs, and after the server was restored and x changed."""
@@ -131,8 +145,11 @@ class Server:
         samples = upload.samples if samples is None and isinstance(upload, Upload) else samples
         if why := self._refusal(upload, client, samples):
             return self._reject(client, why)
-        untracked = {name: size for name, size in self._declared.sent.items() if name not in upload}
-        sent = {name: value.to(self.x.device) for name, value in upload.items()}
+        received = self._received(upload)
+        if why := received.rejected.get(0):
+            return self._reject(client, why)
+        untracked = {name: size for name, size in self._declared.sent.items() if name not in received.sent}
+        sent = {name: value.to(self.x.device) for name, value in received.sent.items()}
         sent |= {name: self.x.new_zeros(1, size) for name, size in untracked.items()}
         rows = Rows(
             steps=self.x.new_tensor([[upload.steps]]),
@@ -176,11 +193,19 @@ class Server:
             return f"tracked: found {_shown(upload.tracked)}, expected true or false"
         if self.algorithm.weights == "size" and not _whole(samples, 1, 2**53):
             return f"samples: found {_shown(samples)}, expected a whole number above 0"
+        return None
+
+    def _received(self, upload: Upload) -> Uploads:
+        """The vectors that the upload's tensors stand for, after the server's part of the steps on uploads."""
         missing = () if upload.tracked else self.algorithm.tracked_uploads()
         expected = {name: size for name, size in self._declared.sent.items() if name not in missing}
-        received = Uploads(upload.tensors, {})
-        self._pipeline.receive(received, replace(self._declared, sent=expected), 1)
-        return received.rejected.get(0)
+        declared = replace(self._declared, sent=expected)
+        found = self._pipeline.read(upload.tensors, declared)
+        if isinstance(found, str):
+            return Uploads({}, {}, rejected={0: found})
+        received = Uploads(found, {})
+        self._pipeline.receive(received, declared, 1)
+        return received
 
     def _most_rate(self, steps: int) -> float:
         """The largest possible rate_sum: `steps` times the round's highest learning rate, plus 0.1 % for rounding."""
@@ -207,7 +232,11 @@ class Server:
 
         Call it after `aggregate` and before the next broadcast. Then no client has seen a round newer than the file."""
         counted = {str(client): receipt for client, receipt in self.counted.items()}
-        head = {"round": self.round, "counted": counted, "terms": terms(self.algorithm, self.info)}
+        head = {
+            "round": self.round,
+            "counted": counted,
+            "terms": terms(self.algorithm, self.info, self._pipeline.settings),
+        }
         beside = {} if self.buffers is None else {BUFFERS: self.buffers}
         tensors = {"x": self.x, **beside, **{f"server/{name}": value for name, value in self.state.items()}}
         tensor_file.write(path, tensor_file.pack(head, tensors))
@@ -219,7 +248,7 @@ class Server:
         head, tensors = tensor_file.read(path)
         if head.keys() != {"round", "counted", "terms"}:
             raise UserError(f"{path}: found {sorted(head)}, expected what Server.save writes")
-        if why := disagreement(head["terms"], terms(self.algorithm, self.info)):
+        if why := disagreement(head["terms"], terms(self.algorithm, self.info, self._pipeline.settings)):
             raise UserError(f"{path}: {why}; the file is of another federation")
         kept = lengths(self.algorithm.server_vectors(), self.x, self.info)
         vectors = {f"server/{name}": size for name, size in kept.items()}

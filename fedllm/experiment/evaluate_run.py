@@ -15,7 +15,11 @@ from fedllm.common.console import say_all, stage
 from fedllm.common.errors import UserError
 from fedllm.config.own_files import require_own_files
 from fedllm.data.conversations.reading import read_conversation_file
+from fedllm.data.image_decoding import decode_images
+from fedllm.data.image_files import read_image_table
+from fedllm.data.image_reading import folder_of
 from fedllm.data.known_datasets import label_column
+from fedllm.data.known_images import image_columns, reads_images
 from fedllm.data.labels import encode_as
 from fedllm.data.loading import Split
 from fedllm.data.settings import CAUSAL_LM
@@ -23,7 +27,7 @@ from fedllm.data.table_paths import require_table
 from fedllm.data.tables import read_table
 from fedllm.experiment.inference import Inference
 from fedllm.experiment.recipe_data import read_data
-from fedllm.experiment.sample_columns import text_columns
+from fedllm.experiment.sample_columns import image_column, text_columns
 from fedllm.experiment.trained import TrainedRun, load_trained
 
 
@@ -68,21 +72,24 @@ def evaluate_run(
     text: Sequence[str] | None = None,
     label: str | None = None,
     round: int | None = None,
+    image: str | None = None,
 ) -> RunEvaluation:
     """Evaluates the adapter of a run's newest checkpoint, or of `round`; the same as `fedllm evaluate`.
 
-    file: labelled samples (CSV, JSON lines or parquet, or a folder with a folder of texts per class); None for the
-    run's own validation split, which gives the scores of its result.json up to rounding. text, label: the file's
-    columns, by default those of the run's own data.
+    file: labelled samples (CSV, JSON lines or parquet, or a folder with a folder of texts or images per class); None
+    for the run's own validation split, which gives the scores of its result.json up to rounding. text, image, label:
+    the file's columns, by default those of the run's own data.
     Raises UserError: no run with a checkpoint, another validation split than the run's, a file without these columns,
     labels that the model does not know.
     """
-    if file is None and (text or label):
-        raise UserError("--text and --label name columns of a file: found none, expected fedllm evaluate RUN FILE")
+    if file is None and (text or label or image):
+        raise UserError(
+            "--text, --image and --label name columns of a file: found none, expected fedllm evaluate RUN FILE"
+        )
     if file is not None:
         require_table(Path(file), folder=True)
     run = load_trained(folder, round)
-    split, notes = _own_split(run) if file is None else _read_split(run, Path(file), text, label)
+    split, notes = _own_split(run) if file is None else _read_split(run, Path(file), text, label, image)
     say_all(notes, ())
     model = Inference(run)
     with stage("evaluating", at_once=True):
@@ -107,16 +114,18 @@ def _own_split(run: TrainedRun) -> tuple[Split, tuple[str, ...]]:
 
 
 def _read_split(
-    run: TrainedRun, file: Path, text: Sequence[str] | None, label: str | None
+    run: TrainedRun, file: Path, text: Sequence[str] | None, label: str | None, image: str | None
 ) -> tuple[Split, tuple[str, ...]]:
     if run.recipe.data.task == CAUSAL_LM:
-        if text or label:
+        if text or label or image:
             raise UserError(
-                "--text and --label: the run learned conversations, whose columns its recipe names; leave out"
+                "--text, --image and --label: the run learned conversations, whose columns its recipe names; leave out"
             )
         split, told = read_conversation_file(run.recipe.data, file)
         return split, tuple(told)
-    columns = text_columns(run.recipe, text)
+    if reads_images(run.recipe.data):
+        return _read_images(run, file, text, label, image)
+    columns = text_columns(run.recipe, text, image)
     label = label or label_column(run.recipe.data)
     if label in columns:
         raise UserError(f"--label={label}: is a column of text as well; expected another column")
@@ -124,3 +133,20 @@ def _read_split(
     texts = [table.texts(column, "--text") for column in columns]
     labels, notes = encode_as(table, label, run.task.classes, "--label")
     return Split(texts, labels, {}), (*table.notes, *notes)
+
+
+def _read_images(
+    run: TrainedRun, file: Path, text: Sequence[str] | None, label: str | None, image: str | None
+) -> tuple[Split, tuple[str, ...]]:
+    own_image, own_label = image_columns(run.recipe.data)
+    if not file.is_dir():
+        own_image = image_column(run.recipe, file, image, text)
+    elif text or label or image:
+        raise UserError(f"--text, --image and --label name columns of a table: found the folder {file}; leave out")
+    label = label or own_label
+    if label == own_image:
+        raise UserError(f"--label={label}: is the column of images as well; expected another column")
+    table = read_image_table(file, image=own_image, label=label)
+    labels, notes = encode_as(table, label, run.task.classes, "--label")
+    images = decode_images(table, own_image, run.recipe.data.image_size, folder_of(table), key="--image")
+    return Split([], labels, {}, images=images), (*table.notes, *notes)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fedllm.common.console import ProgressCallback
+from fedllm.common.errors import UserError
 from fedllm.common.tensors import shortest
+from fedllm.data.known_images import reads_images
 from fedllm.data.loading import Split
 from fedllm.data.samples import Samples
 from fedllm.data.tokenization import Tokens
@@ -95,8 +97,29 @@ class Inference:
         return without_left_out(samples)
 
     def predict(self, *texts: Sequence[str]) -> Predictions:
-        """Predictions for n samples. texts: one column of n texts, or two if the run was trained on pairs."""
-        split = Split([list(column) for column in texts], np.zeros(len(texts[0]), np.int64), {})
+        """Predictions for n samples. texts: one column of n texts, or two if the run was trained on pairs.
+
+        Raises UserError for a run on images.
+        """
+        if reads_images(self.run.recipe.data):
+            raise UserError(f"{self.run.folder}: found texts, expected images: the run was trained on images")
+        return self._predicted(Split([list(column) for column in texts], np.zeros(len(texts[0]), np.int64), {}))
+
+    def predict_images(self, images: np.ndarray) -> Predictions:
+        """Predictions for n images: uint8 [n, 3, S, S] in red, green and blue, S = the run's data.image_size.
+
+        Raises UserError for other arrays, and for a run on texts.
+        """
+        size = self.run.recipe.data.image_size
+        if not reads_images(self.run.recipe.data):
+            raise UserError(f"{self.run.folder}: found images, expected texts: the run was trained on texts")
+        if images.dtype != np.uint8 or images.shape[1:] != (3, size, size):
+            raise UserError(
+                f"images: found an array {images.dtype} {list(images.shape)}, expected uint8 [n, 3, {size}, {size}]"
+            )
+        return self._predicted(Split([], np.zeros(len(images), np.int64), {}, images=images))
+
+    def _predicted(self, split: Split) -> Predictions:
         outputs = self.outputs(self.tokens(split))
         task = self.run.task
         return Predictions(task.predictions(outputs), task.classes, task.probabilities(outputs))

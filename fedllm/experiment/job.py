@@ -10,6 +10,7 @@ import numpy as np
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from fedllm.aggregation.pipeline import Pipeline
 from fedllm.algorithms import Algorithm
 from fedllm.algorithms.base import RoundInfo
 from fedllm.config.recipe import Recipe
@@ -61,7 +62,8 @@ class Job:
     @property
     def setup(self) -> Setup:
         """The objects that every round uses."""
-        return Setup(self.algorithm, self.problem, self.info)
+        pipeline = Pipeline.of(self.recipe.uploads, self.algorithm, self.recipe.run.seed)
+        return Setup(self.algorithm, self.problem, self.info, pipeline)
 
     @property
     def equal_steps(self) -> bool:

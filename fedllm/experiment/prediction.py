@@ -9,7 +9,7 @@ from typing import Any
 
 from fedllm.common.console import LongLoop
 from fedllm.common.errors import RunError, UserError
-from fedllm.data.row_stream import Chunk, read_chunks
+from fedllm.data.row_stream import Chunk
 from fedllm.data.row_writer import writing
 from fedllm.experiment.answerer import Answerer
 from fedllm.experiment.inference import Inference, Predictions
@@ -46,17 +46,20 @@ def predict_file(
     probabilities: bool = False,
     round: int | None = None,
     new_tokens: int | None = None,
+    image: str | None = None,
 ) -> PredictedFile:
     """Writes the rows of `file` to `out`, with a column `prediction`; the same as `fedllm predict`.
 
     The kinds of both files follow from their suffixes: .csv, .tsv, .jsonl, .parquet, and .json to read. `prediction` is
     the name of a class, or a number; with `probabilities` there is a column probability_<class> for each class. Of a
     language model it is the greedy answer to the row's prompt, of at most `new_tokens` tokens (eval.new_tokens by
-    default). Rows keep their order. `out` is replaced when all is written. text: the columns of text, by default those
-    of the run's own data. round: see load_trained.
+    default). Rows keep their order. `out` is replaced when all is written. text, image: the columns of text or of
+    images, by default those of the run's own data. A run on images takes a folder of images too, whose rows have the
+    one column `file`. round: see load_trained.
     Raises UserError for what is wrong with these, before the model is loaded.
     """
     options = {"text": text, "probabilities": probabilities, "round": round, "new_tokens": new_tokens}
+    options["image"] = image
     return predict_planned(plan_prediction(folder, file, out, **options))  # type: ignore[arg-type]
 
 
@@ -74,8 +77,8 @@ def predict_planned(plan: PredictionPlan) -> PredictedFile:
             writing(plan.out, plan.table.names, added) as write,
             LongLoop("predicting rows", plan.table.rows) as progress,
         ):
-            for chunk in read_chunks(plan.file):
-                write(chunk, predict(chunk))
+            for chunk in plan.chunks():
+                write(plan.written(chunk), predict(chunk))
                 done += len(chunk.records)
                 progress.update(done)
     except OSError as error:
@@ -88,6 +91,8 @@ def _predictor(model: Inference, plan: PredictionPlan) -> Callable[[Chunk], dict
     if (questions := plan.questions) is not None:
         answerer = Answerer(model)
         return lambda chunk: {PREDICTION: answerer.answers(questions.of(chunk), plan.new_tokens)}
+    if (images := plan.images) is not None:
+        return lambda chunk: _columns(model.predict_images(images.decode(chunk)), plan.probabilities)
     return lambda chunk: _columns(model.predict(*(chunk.texts(column) for column in plan.text)), plan.probabilities)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedllm.common.console import say
 from fedllm.common.errors import UserError
-from fedllm.config.recipe import CHOSEN_KEYS, DECIDED_KEYS, FREE_KEYS, OPTIONAL, Recipe, make_recipe, own_keys
+from fedllm.config.recipe import CHOSEN_KEYS, DECIDED_KEYS, FREE_KEYS, OPTIONAL, Recipe, make_recipe, own_sections
 from fedllm.config.yaml_layers import parse_yaml
 from fedllm.distributed.process_group import restarted
 from fedllm.experiment.job import Job
@@ -84,7 +84,7 @@ def _read_saved(path: Path) -> dict[str, dict[str, Any]]:
         raise OtherRunError(f"{path}: not readable ({error}); {_other_folder(path.parent)}") from error
     if not (isinstance(found, dict) and all(isinstance(found[name], dict) or name in OPTIONAL for name in found)):
         raise OtherRunError(f"{path}: is no recipe that fedllm wrote; {_other_folder(path.parent)}")
-    return {section: own_keys(section, values) for section, values in found.items()}
+    return own_sections(found)
 
 
 def _changes(before: Mapping[str, Mapping[str, Any]], recipe: Recipe) -> _Changes:

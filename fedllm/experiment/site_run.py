@@ -24,7 +24,7 @@ from fedllm.experiment.parties import OneSite
 from fedllm.experiment.records import versions
 from fedllm.federation.executor import Executor
 from fedllm.federation.local_training import local_steps, train_together
-from fedllm.federation.setup import BUFFERS, Setup
+from fedllm.federation.setup import BUFFERS
 from fedllm.federation.state import FederationState, blank
 from fedllm.models.fingerprint import fingerprint
 
@@ -48,9 +48,9 @@ class SiteRun:
         self.job = assemble(site_recipe(told, settings), party=party)
         say_all(self.job.notes, self.job.dataset.warnings)
         info = replace(self.job.info, model=fingerprint(self.job.model))
-        self._setup = Setup(self.job.algorithm, self.job.problem, info)
+        self._setup = replace(self.job.setup, info=info)
         self._blank = blank(self._setup)
-        self._terms = terms(self.job.algorithm, info)
+        self._terms = terms(self.job.algorithm, info, self.job.recipe.uploads)
         first = self._blank.clients.get([told.site])
         self._ledger = Ledger(first, self._setup.declared(self._blank.x).kept, self._blank.x.dtype)
         if self._ledger_file.exists():
@@ -77,7 +77,9 @@ class SiteRun:
         if (saved := self._saved(key)) is not None:
             return saved
         broadcast, setup = order.broadcast, self._setup.at(order.broadcast.round)
-        check_broadcast(broadcast, self._blank.x, setup.algorithm, setup.info, self._sent_buffers())
+        check_broadcast(
+            broadcast, self._blank.x, setup.algorithm, setup.info, self._sent_buffers(), self.job.recipe.uploads
+        )
         self._ledger.settle(broadcast)
         trained = self._steps(order)
         sent = outgoing(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedllm.aggregation.upload_checks import misfit
-from fedllm.aggregation.uploads import Uploads
+from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, clip
 from fedllm.common.errors import UserError
 from fedllm.common.memory import HalvingBatches
@@ -90,7 +90,7 @@ def _count(
     _require_declared(alg, "what it keeps", uploads.kept, declared.kept, state.x, count)
     with section("reduce"):
         setup.pipeline.send(uploads, declared, count)
-        sent = [_upload_bytes(alg, uploads.sent, client in tracked) for client in clients]
+        sent = [_upload_bytes(setup, uploads.sent, declared, client in tracked) for client in clients]
         part.bytes_up, part.most_up = part.bytes_up + sum(sent), max(part.most_up, *sent)
         setup.pipeline.receive(uploads, declared, count)
         part.rejected |= {clients[row]: why for row, why in uploads.rejected.items()}
@@ -149,7 +149,8 @@ def train_together(
         upload = {**upload, BUFFERS: buffers}
         kept = {**kept, BUFFERS: buffers} if problem.buffers.local else kept
     mean_losses = None if losses is None else losses / rows.steps[:, 0]
-    return Trained(began, rows, local, Uploads(upload, kept), mean_losses)
+    uploads = Uploads(upload, kept, before, clients, info.index)
+    return Trained(began, rows, local, uploads, mean_losses)
 
 
 def _first_buffers(state: FederationState, before: State, count: int) -> Tensor | None:
@@ -194,10 +195,11 @@ def local_steps(problem: Problem, clients: Sequence[int], info: RoundInfo) -> di
     return steps
 
 
-def _upload_bytes(alg: Algorithm, upload: State, tracked: bool) -> int:
+def _upload_bytes(setup: Setup, upload: State, declared: Declared, tracked: bool) -> int:
     """Bytes that one of these clients sends: its row of each tensor, the tracked ones only if it is tracked."""
-    left_out = () if tracked else alg.tracked_uploads()
-    return sum(value.nbytes // len(value) for name, value in upload.items() if name not in left_out)
+    left_out = () if tracked else declared.tracked
+    given = ((name, value) for name, value in upload.items() if name not in left_out)
+    return sum(setup.pipeline.bytes(name, value.shape[1], value.itemsize, declared) for name, value in given)
 
 
 def _require_in_place(alg: Algorithm, before: State, after: State) -> None:

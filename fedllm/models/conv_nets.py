@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, PreTrained
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
 from fedllm.common.errors import UserError
-
-GROUPS = 2  # of GroupNorm in the FedGN style of Hsieh et al. 2020, as in Adaptive Federated Optimization, App. C
+from fedllm.models.norms import groups
 
 
 class ConvNetConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
@@ -101,7 +100,7 @@ def _plain(config: ConvNetConfig, widths: list[int]) -> nn.Sequential:
 def _norm(kind: str, width: int) -> nn.Module:
     if kind not in ("batch", "group"):
         raise UserError(f"norm: found '{kind}', expected batch or group")
-    return nn.BatchNorm2d(width) if kind == "batch" else nn.GroupNorm(GROUPS, width)
+    return nn.BatchNorm2d(width) if kind == "batch" else nn.GroupNorm(groups(width), width)
 
 
 AutoConfig.register(ConvNetConfig.model_type, ConvNetConfig)

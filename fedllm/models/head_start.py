@@ -16,10 +16,14 @@ from fedllm.tasks.heads import Head
 
 @dataclass(frozen=True)
 class HeadStart:
-    """Where the head's first values come from: the checkpoint (`kept`), or random draws. why: the reason in words."""
+    """Where the head's first values come from: the checkpoint (`kept`), or random draws. why: the reason in words.
+
+    own: whether it is the output embedding of a language model, which begins as the model does.
+    """
 
     kept: bool
     why: str
+    own: bool = False
 
     @property
     def setting(self) -> Literal["keep", "new"]:
@@ -27,6 +31,8 @@ class HeadStart:
         return "keep" if self.kept else "new"
 
     def __str__(self) -> str:
+        if self.own:
+            return self.why
         return f"{'kept from the checkpoint' if self.kept else 'new'} ({self.why})"
 
 
@@ -57,15 +63,17 @@ def choose_start(
 
     model.head: "new" always draws the head. "keep" keeps the checkpoint's, whatever its classes are called, and raises
     UserError if there is none of this shape. "auto" keeps it if the checkpoint's classes have no names (LABEL_0, ...)
-    or the names of the data's classes, apart from case, blanks and their order. A language model, which has no head to
-    train, keeps its outputs; "new" is then an error.
+    or the names of the data's classes, apart from case, blanks and their order. A language model, which has no head of
+    its own, keeps its output embedding; "new" is then an error.
     """
     if not paths:
         if model.head == "new":
             raise UserError(
-                f"model.head=new: model '{model.name}' is a language model, whose head is not trained; leave it out"
+                f"model.head=new: model '{model.name}' is a language model, whose head is its output embedding; leave "
+                f"it out"
             )
-        return HeadStart(True, "a language model's own, which is not trained")
+        begin = "from the checkpoint" if model.pretrained else "from random weights, as the whole model"
+        return HeadStart(True, f"the language model's output embedding, {begin}", own=True)
     if model.head == "new":
         return HeadStart(False, "model.head=new asks for it")
     if why := _without_head(model, paths, loaded, own_classes):

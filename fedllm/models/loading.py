@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,7 +19,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     ViTConfig,
 )
 
@@ -27,12 +26,13 @@ from fedllm.common import hub
 from fedllm.common.errors import UserError
 from fedllm.common.quiet import quiet
 from fedllm.common.seeding import derive
-from fedllm.data.pixels import ImageFormat
+from fedllm.models.backbone import Backbone as Backbone
 from fedllm.models.causal_models import is_causal, require_causal, template_notes
 from fedllm.models.gguf_copy import copy_of, require_copy
-from fedllm.models.head_start import HeadStart, Loaded, choose_start
+from fedllm.models.head_start import Loaded, choose_start
 from fedllm.models.image_format import image_format
 from fedllm.models.image_models import BUILT, built_config, start_vit
+from fedllm.models.preparation import fuse_activation, max_length, set_dropout, set_padding
 from fedllm.models.quantization import keep_as_stored, quantization_config
 from fedllm.models.settings import ModelSettings
 from fedllm.models.sources import ask_hub, cached_folder, check_quantize, find_model
@@ -40,50 +40,6 @@ from fedllm.models.structure import find_head
 from fedllm.tasks.heads import Head
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Backbone:
-    """A frozen model with a task's head, and its tokenizer or, of a model of images, `images`: how it reads them.
-
-    name: as the user wrote it. source: the folder or GGUF file it was read from, "hub" (Hugging Face cache or hub), or
-    "built" (by its name, see image_models).
-    head: paths of the task head's modules, all of which are trained; () for a language model, whose output embedding is
-    frozen. task_type: PEFT's name for this kind of head.
-    max_length: the number of tokens that the model has positions for, or None if it has no limit.
-    base_name: the base model in adapter_config.json, see `_base_name`. start: whether the checkpoint's head is kept.
-    notes: what a user should know of the model.
-    """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    name: str
-    source: Path | Literal["hub", "built"]
-    head: tuple[str, ...]
-    task_type: str | None
-    max_length: int | None
-    base_name: str = ""
-    start: HeadStart = HeadStart(False, "random values")
-    notes: tuple[str, ...] = ()
-    images: ImageFormat | None = None
-
-    @property
-    def encoder(self) -> PreTrainedTokenizerBase | ImageFormat:
-        """What samples are encoded with, see Task.encode."""
-        found = self.tokenizer or self.images
-        assert found is not None, "a model reads texts or images"
-        return found
-
-    @property
-    def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of a model of texts."""
-        assert self.tokenizer is not None, "a model of images has no tokenizer"
-        return self.tokenizer
-
-    @property
-    def pad_id(self) -> int:
-        """The id of the padding token; 0 for images, which have no padding."""
-        return 0 if self.tokenizer is None else int(self.tokenizer.pad_token_id or 0)
 
 
 def load_backbone(model: ModelSettings, head: Head, *, local_hub: str | None = None, seed: int = 0) -> Backbone:
@@ -159,8 +115,8 @@ def _load(
         require_causal(model, config)
     else:
         _check_kind(model.name, config, head)
-    _set_dropout(config, model.dropout)
-    _fuse_activation(config)
+    set_dropout(config, model.dropout)
+    fuse_activation(config)
     tokenizer = None if _reads_images(head) else AutoTokenizer.from_pretrained(where, **options)
     with _draws_from(seed):
         if model.pretrained:
@@ -177,13 +133,13 @@ def _load(
     if tokenizer is None:
         images = image_format(net, Path(where) if local else None)
     else:
-        _set_padding(model.name, net, tokenizer)
+        set_padding(model.name, net, tokenizer)
         net.config.use_cache = False
     net.requires_grad_(False).train(False)
     base = _base_name(model.name, source)
     length, notes = None, tuple[str, ...]()
     if tokenizer is not None:
-        length = _max_length(net)
+        length = max_length(net)
         notes = template_notes(model.name, tokenizer) if is_causal(head) else ()
     task = head.task_type
     return Backbone(net, tokenizer, model.name, source, paths, task, length, base, start, notes, images)
@@ -200,7 +156,7 @@ def _build(model: ModelSettings, head: Head, seed: int) -> Backbone:
         raise UserError(f"model.quantize: {model.quantize} needs a pretrained model, but {model.name} begins at random")
     model = replace(model, pretrained=False)
     config = built_config(model.name, head)
-    _set_dropout(config, model.dropout)
+    set_dropout(config, model.dropout)
     with quiet(), _draws_from(seed):
         net = _random(model, head, config)
         if isinstance(config, ViTConfig):
@@ -287,51 +243,6 @@ def _trained_anew(name: str, net: PreTrainedModel, head: tuple[str, ...], absent
             f"{', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}. Name a checkpoint that has them."
         )
     return head
-
-
-def _set_dropout(config: PreTrainedConfig, rate: float | None) -> None:
-    """Sets dropout of attention probabilities to 0 and every other dropout rate of the config to `rate`, if given.
-
-    A rate that is null in the config, which stands for a copy of another rate, is set too.
-    """
-    for key, value in list(vars(config).items()):
-        is_rate = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        if is_rate and ("dropout" in key or "pdrop" in key):
-            if "att" in key:
-                setattr(config, key, 0.0)
-            elif rate is not None:
-                setattr(config, key, rate)
-
-
-def _fuse_activation(config: PreTrainedConfig) -> None:
-    """Replaces GPT-2's activation "gelu_new" by an equal one that is a single operation.
-
-    transformers computes "gelu_new" with eight operations and stores all intermediate results for the backward pass.
-    """
-    for key, value in list(vars(config).items()):
-        if value == "gelu_new":
-            setattr(config, key, "gelu_pytorch_tanh")
-
-
-def _set_padding(name: str, net: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise UserError(f"model '{name}': its tokenizer has neither a pad nor an eos token to pad texts with")
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "right"
-    net.config.pad_token_id = tokenizer.pad_token_id
-    rows = net.get_input_embeddings().get_parameter("weight").shape[0]
-    if len(tokenizer) > rows:
-        raise UserError(f"model '{name}': its tokenizer has {len(tokenizer)} tokens, but the model only {rows}")
-
-
-def _max_length(net: PreTrainedModel) -> int | None:
-    """The number of positions that a text can use. RoBERTa and related models count them from padding_idx + 1."""
-    positions: int | None = getattr(net.config, "max_position_embeddings", None)
-    tables = (m for n, m in net.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding))
-    if positions is None or (table := next(tables, None)) is None or table.padding_idx is None:
-        return positions
-    return positions - table.padding_idx - 1
 
 
 @contextlib.contextmanager

@@ -33,9 +33,9 @@ def base_model(model: Any) -> Any:
 def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> PeftModel:
     """Adds LoRA to the backbone's model, in place, and returns it as a PEFT model in eval mode.
 
-    Only LoRA and the head are trainable. Every layer whose role is in `lora.targets` (`lora_targets.find_targets`)
-    becomes y = W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. Trainable parameters are float32,
-    whatever the dtype of the backbone.
+    Only LoRA and the head are trainable, and of LoRA only B if `lora.train` is B. Every layer whose role is in
+    `lora.targets` (`lora_targets.find_targets`) becomes y = W x + (alpha / rank) B A x, with A [rank, in] and
+    B [out, rank]. Trainable parameters are float32, whatever the dtype of the backbone.
 
     Initial values, where i counts the LoRA tensors and, apart from them, the head tensors:
     A ~ U(-1/sqrt(in), 1/sqrt(in)) from (seed, 'lora-init', i); B = 0; a new head's Linear weights
@@ -69,6 +69,8 @@ def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> Pef
             raise UserError(f"model '{backbone.name}': PEFT cannot adapt it: {cause}") from cause
     _check_trained(adapted, backbone, targets)
     _start_lora(adapted, seed)
+    if lora.train == "B":
+        _freeze_a(adapted)
     return adapted.eval()
 
 
@@ -159,3 +161,9 @@ def _start_lora(adapted: PeftModel, seed: int) -> None:
         if ".lora_A." in name:
             nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=torch_rng(seed, "lora-init", ordinal))
         parameter.data.copy_(start)
+
+
+def _freeze_a(adapted: PeftModel) -> None:
+    for name, parameter in adapted.named_parameters():
+        if ".lora_A." in name:
+            parameter.requires_grad_(False)

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from fedllm.common.errors import UserError
 from fedllm.models.flat_parameters import ParameterSpace
 
-GROUPS = 32  # of a group norm (Wu and He, 2018), fewer where a group would have less than two channels
+GROUPS = 2  # of a group norm: Adaptive Federated Optimization (Reddi et al. 2021), ResNet-18; a *choice* elsewhere
 
 
 def statistics(model: nn.Module) -> ParameterSpace:
@@ -61,8 +61,8 @@ def apply_norm(model: nn.Module, norm: Literal["average", "local", "group"], nam
 
 
 def groups(channels: int) -> int:
-    """The number of groups of equal size, at least two channels each: GROUPS or a divisor of it; 1 for odd channels."""
-    return 1 if channels % 2 else gcd(GROUPS, channels // 2)
+    """The number of groups of equal size: GROUPS, or 1 for an odd number of channels."""
+    return gcd(GROUPS, channels)
 
 
 def _group_norm(module: nn.Module, path: str, name: str) -> nn.GroupNorm:

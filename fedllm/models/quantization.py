@@ -69,7 +69,8 @@ def lower(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Converts the frozen float32 matrices to `dtype`; None leaves them unchanged.
 
     Autocast would convert them again in every forward pass. Products have the same bits, and the matrices need less
-    memory (half with bfloat16).
+    memory (half with bfloat16). A token embedding that is also the output embedding is converted with it; then hidden
+    states begin in `dtype` too. Matrices that are trained stay as they are, tied or not.
     """
     for module in model.modules() if dtype is not None else ():
         frozen = not any(value.requires_grad for value in module.parameters(recurse=False))

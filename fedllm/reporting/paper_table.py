@@ -99,12 +99,23 @@ class PaperTableReport:
         return [*said, *self._metrics(), *self.notes, *self._wrong_averages()]
 
     def rich(self) -> Table:
-        """For the terminal: the table, or where that is too wide a line per task and method, of the tasks with runs."""
-        table = self._rich(self.headings, self.lines())
-        if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
-            return table
-        headings = ("task", "method", *(name for quantity in self.quantities for name in (quantity, "paper")))
-        return self._rich(headings, [line for task in self._tasks_with_runs() for line in self._task_lines(task)])
+        """For the terminal: the table, or where that is too wide a line per task and method, of the tasks with runs;
+        where that is too wide as well, each task on a line of its own above its methods."""
+        for form in self._forms():
+            table = self._rich(*form)
+            if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
+                break
+        return table
+
+    def _forms(self) -> Iterator[tuple[Sequence[str], list[list[tuple[str, ...]]], int]]:
+        """Headings, groups of lines, and the columns of words at the left, the widest first."""
+        lines = self.lines()
+        yield self.headings, [lines[row : row + 2] for row in range(0, len(lines), 2)], 2
+        columns = [name for quantity in self.quantities for name in (quantity, "paper")]
+        tasks = {task: [*self._task_lines(task)] for task in self._tasks_with_runs()}
+        yield ("task", "method", *columns), [*tasks.values()], 2
+        below = [[(task, *("" for _ in columns)), *(line[1:] for line in lines)] for task, lines in tasks.items()]
+        yield ("method", *columns), below, 1
 
     def _tasks_with_runs(self) -> list[str]:
         found = {task for (_, task), runs in self.runs.items() if runs}
@@ -115,14 +126,14 @@ class PaperTableReport:
             pairs = ((self.ours(method, task, one), self._theirs(method, task, one)) for one in self.quantities)
             yield (task, name, *itertools.chain.from_iterable(pairs))
 
-    def _rich(self, headings: Sequence[str], lines: Sequence[tuple[str, ...]]) -> Table:
+    def _rich(self, headings: Sequence[str], groups: list[list[tuple[str, ...]]], words: int) -> Table:
         table = Table(*map(escape, headings), title=escape(self.caption), title_justify="left", box=SIMPLE_HEAD)
-        for column in table.columns[2:]:
+        for column in table.columns[words:]:
             column.justify = "right"
-        for before, line in zip([None, *lines], lines, strict=False):
-            if before and before[0] != line[0]:
-                table.add_section()
-            table.add_row(*map(escape, line))
+        for group in groups:
+            table.add_section()
+            for line in group:
+                table.add_row(*map(escape, line))
         return table
 
     def write(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from fedllm.algorithms import canonical_name
 from fedllm.common.errors import UserError
-from fedllm.config.recipe import OPTIONAL, own_keys
+from fedllm.config.recipe import OPTIONAL, own_keys, own_sections
 from fedllm.results.checks import older_start, require_agreement, require_totals
 from fedllm.results.data_digests import read_digests, with_digests
 from fedllm.results.format import COSTS, LOSS, Sections, is_number, outcome, totals
@@ -140,7 +140,7 @@ def _read_recipe(path: Path) -> Sections:
         raise DamagedError("recipe.yaml has no sections with keys and values; not a run folder, or damaged")
     flat = {f"{section}.{key}": value for section, values in recipe.items() for key, value in (values or {}).items()}
     checked(flat, RecipeKeys, "recipe.yaml", "not a run folder, or damaged")
-    return {section: own_keys(section, values) for section, values in recipe.items()}
+    return own_sections(recipe)
 
 
 def _read_rounds(path: Path, *, torn: bool) -> list[dict[str, Any]]:

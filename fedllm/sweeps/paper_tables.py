@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from fedllm.algorithms import canonical_name
 
 SMALL, SMALL_IMAGES = "minilm", "cnn"  # the models of --small
 ALWAYS_THERE = ("bbcnews",)  # a task of every small table of language: a Python package has its texts
@@ -17,6 +19,8 @@ class PaperTable:
     run. small: the same part of the file name for --small. to_target: whether the paper prints rounds (and minutes) to
     a target; else it prints scores. trials: the runs that the paper averages. small_model: the model of --small.
     more: tasks that the small table has beside the paper's. average: whether the paper prints the mean of the tasks.
+    variants: of a table whose rows are settings, stable name -> the algorithm and its overrides. remark: what to know
+    of the printed numbers.
     """
 
     title: str
@@ -29,6 +33,23 @@ class PaperTable:
     small_model: str = SMALL
     more: tuple[str, ...] = ALWAYS_THERE
     average: bool = False
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    remark: str = ""
+
+    def overrides(self, method: str) -> tuple[str, ...]:
+        """What makes a task's recipe that of a method, as on the command line."""
+        algorithm, *settings = self.variants.get(method, (method,))
+        return (f"algorithm={algorithm}", *settings)
+
+    def algorithm(self, method: str) -> str:
+        """The algorithm of a method or variant."""
+        return self.variants.get(method, (method,))[0]
+
+    def method(self, text: str) -> str:
+        """The stable name of a method or variant in the paper's spelling or any other; `text` where it is none."""
+        if self.variants:
+            return next((name for name, printed in self.methods.items() if text in (name, printed)), text)
+        return canonical_name(text)
 
     @property
     def models(self) -> dict[str, str]:
@@ -82,6 +103,60 @@ def _images(title: str, methods: Mapping[str, str], tasks: tuple[str, ...], mode
     return PaperTable(title, methods, tasks, model, small, target, 4 if target else 5, SMALL_IMAGES, more)
 
 
+_PARTS = {
+    "A1": ("fedadamw", "algorithm.aggregate_v=false"),
+    "A2": ("fedadamw", "algorithm.alpha=0"),
+    "A3": ("fedadamw", "algorithm.decay=coupled"),
+    "A4": ("fedadamw",),
+}
+_PART_NAMES = {
+    "A1": "A1: no mean of v", "A2": "A2: no Delta_G", "A3": "A3: coupled decay", "A4": "A4: FedAdamW"
+}  # fmt: skip
+_ALPHAS = {
+    f"alpha-{alpha}": ("fedadamw", f"algorithm.alpha={alpha}") for alpha in ("0.00", "0.25", "0.50", "0.75", "1.00")
+}
+_DECAYS = {
+    f"{method}-{decay}": (method, f"algorithm.weight_decay={decay}")
+    for method in ("localadam", "localadamw", "fedadamw")
+    for decay in ("0.0005", "0.001", "0.005", "0.010", "0.020")
+}
+_AGGREGATED = {"none": "NoAgg", "m": "Agg-m", "v": "Agg-v", "vm": "Agg-vm", "mean_v": "Agg-mean-v"}
+_FORMS = {
+    "localadamw": ("localadamw",),
+    "algorithm3": ("fedadamw", "algorithm.form=alg3"),
+    "algorithm2": ("fedadamw", "algorithm.form=alg2"),
+}
+_FORM_NAMES = {"localadamw": "Local AdamW", "algorithm3": "FedAdamW, Alg. 3", "algorithm2": "FedAdamW, Alg. 2"}
+_BETAS = {
+    "localadam": ("localadam", "algorithm.betas=[0.9, 0.99]"),
+    **{f"fa_nt-{beta}": ("fa_nt", f"algorithm.betas=[0.9, {beta}]") for beta in ("0", "0.99")},
+    **{f"fadamgc-{beta}": ("fadamgc", f"algorithm.betas=[0.9, {beta}]") for beta in ("0", "0.3", "0.7", "0.99")},
+}
+
+
+def _ablation(
+    number: str,
+    names: Mapping[str, str],
+    variants: Mapping[str, tuple[str, ...]],
+    remark: str = "",
+    model: str = "vit_tiny",
+    tasks: tuple[str, ...] = ("cifar100",),
+) -> PaperTable:
+    """A table of the FedAdamW paper whose rows are settings, on CIFAR-100."""
+    title = f"FedAdamW paper, Table {number}"
+    return replace(_images(title, names, tasks, model, "cnn"), variants=variants, remark=remark)
+
+
+def _named(variants: Mapping[str, tuple[str, ...]], sign: str) -> dict[str, str]:
+    """The names of rows such as fedadamw-0.01: "FedAdamW <sign> 0.01"."""
+    known = {**_FADAMGC, **_FEDADAMW}
+    parts = {name: name.partition("-") for name in variants}
+    return {
+        name: f"{known[method]} {sign} {value}" if value else known[method]
+        for name, (method, _, value) in parts.items()
+    }
+
+
 TABLES = {
     "fedadamw-table3": PaperTable(
         "FedAdamW paper, Table 3", _FEDADAMW, _GLUE, "roberta", "minilm", False, 5, average=True
@@ -93,4 +168,20 @@ TABLES = {
     "fedadamw-table2": _images("FedAdamW paper, Table 2", _FEDADAMW, ("cifar100", "tiny_imagenet"), "swin", "cnn"),
     "fadamgc-table2-images": _images("FAdamGC paper, Table 2, images", _FADAMGC, _IMAGES, "gc_resnet18", "gc_cnn"),
     "tracking-table1": _images("Parameter tracking paper, Table 1", _TRACKING_IMAGES, _IMAGES, "pt_resnet18", "gc_cnn"),
-}
+    "fedadamw-table4": _ablation("4", _PART_NAMES, _PARTS),
+    "fedadamw-table5": _ablation(
+        "5", {name: name.replace("-", " ") for name in _ALPHAS}, _ALPHAS,
+        "alpha 0 is A2 of Table 4, which prints 37.42 for it.",
+    ),
+    "fedadamw-table6": _ablation("6", _named(_DECAYS, "lambda"), _DECAYS),
+    "fedadamw-table7": _ablation(
+        "7", _AGGREGATED, {name: ("localadamw", f"algorithm.aggregate={name}") for name in _AGGREGATED}
+    ),
+    "fedadamw-table11": _ablation("11, ResNet-18", _FORM_NAMES, _FORMS, "", "resnet18", _CIFAR100),
+    "fedadamw-table11-vit": _ablation("11, ViT-Tiny", _FORM_NAMES, _FORMS, "", "vit_tiny", _CIFAR100),
+    "fadamgc-table3": replace(
+        _images("FAdamGC paper, Table 3", _named(_BETAS, "beta2"), _IMAGES, "gc_resnet18", "gc_cnn"),
+        variants=_BETAS,
+        remark="Some printed deviations of minutes repeat those of the rounds.",
+    ),
+}  # fmt: skip

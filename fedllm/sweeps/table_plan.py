@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fedllm.algorithms import canonical_name
 from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
 from fedllm.config.recipe import Recipe, load_recipe
@@ -55,7 +54,12 @@ class TablePlan:
 
     def folder(self, cell: Cell, seed: int) -> Path:
         """The folder of a run."""
-        return self.out / f"{self.recipes[cell].name}-s{seed}"
+        return self.out / f"{self.stem(cell)}-s{seed}"
+
+    def stem(self, cell: Cell) -> str:
+        """The name of a cell's run folders, without their seeds."""
+        recipe, method = self.recipes[cell], cell[0]
+        return recipe.name if recipe.algorithm["name"] == method else f"{recipe.name}_{method}"
 
     def seeded(self, cell: Cell, seed: int) -> Recipe:
         """The recipe of a cell with a seed."""
@@ -83,7 +87,7 @@ def plan_table(
     table = TABLES[name]
     chosen = model or table.model
     _require(name, "model", [chosen], list(table.models))
-    methods = [canonical_name(algorithm) for algorithm in algorithms]
+    methods = [table.method(algorithm) for algorithm in algorithms]
     _require(name, "--algorithm", methods, list(table.methods))
     _require(name, "--task", tasks, list(table.tasks_of(chosen)))
     require_recipes_folder(recipes)
@@ -94,7 +98,7 @@ def plan_table(
     for method, task in cells:
         path = recipes / f"{task}_{table.models[chosen]}.yaml"
         try:
-            loaded[method, task] = _load(path, name, method, overrides)
+            loaded[method, task] = _load(path, name, table.algorithm(method), [*table.overrides(method), *overrides])
         except UserError:
             if (method, task) in wanted:
                 raise
@@ -103,11 +107,11 @@ def plan_table(
     return TablePlan(name, chosen, loaded, wanted, tuple(seeds) or (own_seed,), folder, recipes / "paper")
 
 
-def _load(path: Path, name: str, method: str, overrides: Sequence[str]) -> Recipe:
-    """The recipe of a cell of table `name`. Raises UserError."""
-    recipe = load_recipe(path, [f"algorithm={method}", *overrides])
+def _load(path: Path, name: str, algorithm: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe of a cell of table `name`, which has this algorithm. Raises UserError."""
+    recipe = load_recipe(path, overrides)
     require_no_dir(recipe)
-    if recipe.algorithm["name"] != method:
+    if recipe.algorithm["name"] != algorithm:
         raise UserError(f"{name}: algorithm.name: found {recipe.algorithm['name']}; choose it with --algorithm")
     return recipe
 

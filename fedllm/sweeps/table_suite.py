@@ -128,7 +128,7 @@ def _write(plan: TablePlan) -> None:
 
 def _finished(plan: TablePlan, cell: Cell) -> Iterator[RunRecord]:
     """The finished runs of a cell in the order of their seeds. Those of another recipe are named and left out."""
-    stem = f"{plan.recipes[cell].name}-s"
+    stem = f"{plan.stem(cell)}-s"
     seeds = (path.name.removeprefix(stem) for path in plan.out.glob(f"{stem}*") if (path / "result.json").is_file())
     for seed in sorted(int(seed) for seed in seeds if seed.isdecimal()):
         folder, recipe = plan.folder(cell, seed), plan.seeded(cell, seed)
@@ -153,7 +153,7 @@ def _notes(plan: TablePlan) -> Iterator[str]:
         federations.setdefault(_federation(recipe), []).append(task)
     said = "; ".join(f"{', '.join(tasks)}: {federation}" for federation, tasks in federations.items())
     yield f"Recipes <task>_{table.models[plan.model]}. {said}."
-    yield f"The paper's numbers: {table.title}, means of {table.trials} trials."
+    yield f"The paper's numbers: {table.title}, means of {table.trials} trials.{' ' * bool(table.remark)}{table.remark}"
     if plan.model == table.small_model:
         yield f"The small model and federation are not those of {table.model}; compare the order of methods."
     if table.to_target:

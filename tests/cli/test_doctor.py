@@ -81,6 +81,25 @@ def test_a_package_that_carries_a_model_is_located_not_run(monkeypatch, tmp_path
     assert str(tmp_path) in finding.found
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_the_packages_with_shell_commands_are_listed(monkeypatch, there):
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name not in ("eg", "cheat"):
+            return real(name)
+        if not there:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "9.8"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    for name in ("eg", "cheat"):
+        finding = found(f"package {name}")
+        assert finding.state == ("ok" if there else "note")
+        assert ("9.8" in finding.found) == there
+        assert finding.advice == ("" if there else "pip install --no-deps eg==1.2.3 cheat==2.5.1")
+
+
 def test_the_local_hub_is_listed(monkeypatch, tmp_path):
     for file in ("models/gpt2/config.json", "models/a/b/x.gguf", "datasets/glue/rte/train.parquet"):
         (tmp_path / file).parent.mkdir(parents=True)

@@ -94,6 +94,38 @@ def test_images_are_resized_and_made_rgb(tmp_path: Path) -> None:
     assert (images == 200).all()
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "1", "CMYK", "I;16"])
+def test_every_kind_of_pixel_becomes_red_green_and_blue(tmp_path: Path, mode: str) -> None:
+    """A dark and a light square. 16 bits keep their high 8: Pillow alone makes white of all above 255."""
+    values = []
+    for shade in (40, 200):
+        made, file = Image.new("L", (4, 4), shade), io.BytesIO()
+        if mode == "I;16":
+            made = Image.fromarray(np.full((4, 4), 256 * shade + 7, np.uint16))
+        elif mode == "1":
+            made = Image.new(mode, (4, 4), shade > 100)
+        elif mode != "CMYK":
+            made = made.convert(mode)
+        else:
+            made = made.convert("RGB").convert("CMYK")
+        made.save(file, "TIFF" if mode == "CMYK" else "PNG")
+        values.append(file.getvalue())
+    images = load(train=table_of(tmp_path / "t.parquet", values), validation=table_of(tmp_path / "v.parquet", values))
+    dark, light = images.train.images.astype(int)
+    wanted = (0, 255) if mode == "1" else (40, 200)
+    assert images.train.images.shape == (2, 3, 4, 4)
+    assert max(abs(dark - wanted[0]).max(), abs(light - wanted[1]).max()) <= 1
+
+
+def test_pixels_of_32_bits_and_labels_with_fractions_are_refused(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 0.5, np.float32)).save(file, "TIFF")
+    with pytest.raises(UserError, match="row 1, column 'image': found pixels of 32 bits, expected 8 or 16"):
+        load(train=table_of(tmp_path / "t.parquet", [file.getvalue()] * 2))
+    with pytest.raises(UserError, match=r"data\.label=label: found numbers with fractions, expected the classes"):
+        load(train=table_of(tmp_path / "t.parquet", [png(), png(shade=9)], [0.5, 1.5]))
+
+
 def bomb(side: int = 100_000) -> bytes:
     """A PNG whose header says that it is a square of this side."""
 

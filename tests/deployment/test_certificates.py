@@ -101,9 +101,8 @@ def serve_tls(folder: Path, host: str = "127.0.0.1") -> int:
 
     def accept() -> None:
         connection, _ = listening.accept()
-        with listening, connection:
-            with contextlib.suppress(OSError):
-                context.wrap_socket(connection, server_side=True).close()
+        with listening, connection, contextlib.suppress(OSError):
+            context.wrap_socket(connection, server_side=True).close()
 
     threading.Thread(target=accept, daemon=True).start()
     return int(listening.getsockname()[1])

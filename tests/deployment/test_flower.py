@@ -1,15 +1,16 @@
-"""Flower's own processes: SuperLink, nodes and ServerApp, killed and started again. The rounds are those of the test."""
+"""Flower's own processes, killed and started again: SuperLink, nodes and ServerApp. The rounds are the test's."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flower_federations import PATIENCE, Federation, kill, until
+from flower_federations import PATIENCE, ByHand, Federation, kill, make, until
 
 from fedllm.common.errors import UserError
 from fedllm.deployment.certificates import write_site_key
@@ -146,8 +147,6 @@ def alive(process: int) -> bool:
 
 
 def test_insecure_is_for_loopback_alone(tmp_path: Path) -> None:
-    from flower_federations import make
-
     folder, _ = make(tmp_path, ["a"])
     file = folder / "sites.yaml"
     file.write_text(file.read_text().replace("listen: 127.0.0.1", "listen: 0.0.0.0"))
@@ -165,3 +164,17 @@ def test_flower_reports_nothing_to_others(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found["FLWR_TELEMETRY_ENABLED"], found["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
     assert found["FLWR_HOME"] == str(tmp_path / "run" / "flower")
     assert str(flower_folder()) in found["PATH"]
+
+
+def test_flwr_run_typed_by_hand_trains(tiny: Path, tmp_path: Path) -> None:
+    """Without `fedllm serve` the ServerApp starts the rounds itself."""
+    by_hand = ByHand(tiny, tmp_path)
+    try:
+        by_hand.start()
+        until(lambda: (tmp_path / "result" / "result.json").exists() or None)
+        until(lambda: by_hand.status() == "finished:completed" or None)
+    finally:
+        by_hand.close()
+    metrics = (tmp_path / "result" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["missing"] for line in metrics] == [[], []]
+    assert (tmp_path / "result" / "adapter" / "adapter_model.safetensors").exists()

@@ -40,7 +40,7 @@ def test_the_pages_have_what_this_file_tests() -> None:
     assert len(blocks("python", TEXTS["README.md"])) == 3
     assert len(COMMANDS) >= 20
     assert len(ADAPTER) == 5
-    assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [2, 0, 1, 1, 0, 1, 0, 0, 0]
+    assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [3, 0, 1, 1, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("command", dict.fromkeys([*MADE, "make docs", "make gpu-bench", "make lint"]))
@@ -134,6 +134,15 @@ def test_recipe_of_chats(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "samples.jsonl").read_text().splitlines()) == 4
 
 
+def test_keys_of_uploads() -> None:
+    (code,) = (code for code in blocks("yaml", TEXTS["README.md"]) if "uploads:" in code)
+    overrides = [f"{name}={json.dumps(keys)}" for name, keys in yaml.safe_load(code).items()]
+    recipe = load_recipe(REPO / "recipes" / "quickstart.yaml", overrides)
+    assert (recipe.uploads.bits, recipe.uploads.clip) == ("int8", 1.0)
+    assert recipe.lora is not None
+    assert (recipe.lora.train, recipe.lora.rank) == ("B", 8)
+
+
 def test_recipe_that_extends_another(tmp_path: Path) -> None:
     (code,) = (code for code in blocks("yaml") if "extends:" in code)
     shutil.copy(REPO / "recipes" / "quickstart.yaml", tmp_path)
@@ -168,7 +177,9 @@ def test_command(command: str, run: Path, tmp_path: Path, monkeypatch: pytest.Mo
         arguments, _ = _parser().parse_known_args(words)
         assert load_recipe(arguments.recipe, arguments.overrides).run
         return
-    if words[0] in ("run", "sweep", "tune"):
+    if words[0] == "serve":
+        assert main(["federation", "new", "federation", "--sites", "3"]) == 0
+    if words[0] in ("run", "sweep", "tune", "serve"):
         words += ["--dry-run", "run.threads=1"]
     if words[0] == "tune":
         words += ["data.max_length=16", "local.batch_size=4", "federation.clients_per_round=2"]

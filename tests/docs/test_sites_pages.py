@@ -44,8 +44,8 @@ def test_the_commands_are_known() -> None:
     parsed = 0
     for line in COMMANDS:
         words = shlex.split(line.split("#")[0])
-        if words[0] == "docker" and "fedllm" in words:
-            words = words[words.index("fedllm", words.index("run") if "run" in words else 0) :]
+        if words[:2] == ["docker", "run"]:  # the image's name stands before the command's words
+            words = words[words.index("fedllm") :]
         if words[0] == "fedllm":
             _parser().parse_args(words[1:])
             parsed += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from launched import launch, numbers
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_images import SIDE, coloured, save_model, write_folders, write_parquet
@@ -94,6 +95,20 @@ def test_the_card_of_an_adapter_gives_the_runs_answers(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overrides", [(), ALL_WEIGHTS], ids=["adapters", "all weights"])
+def test_two_processes_give_the_bits_of_one(images: Path, tmp_path: Path, overrides: Sequence[str]) -> None:
+    """With dropout and augmentation, of three clients a round."""
+    words = (*overrides, "federation.rounds=2", "eval.every=1", "run.precision=float32")
+    assert run(images, tmp_path / "one", *words, "run.shares=2") == 0
+    done = launch("scripts/fedtune.py", str(images / "recipe.yaml"), f"run.dir={tmp_path / 'two'}", *words)
+    assert done.returncode == 0, done.stderr
+    one, two = trained(tmp_path / "one"), trained(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
+
+
+@pytest.mark.slow
 def test_folders_of_splits_and_another_model(images: Path, tmp_path: Path) -> None:
     save_model(tmp_path / "swin", "swin")
     for split, count in (("train", 48), ("validation", 12)):
@@ -123,11 +138,3 @@ def test_mistakes_end_with_exit_code_2(
     errors = capsys.readouterr().err
     assert said in errors
     assert "Traceback" not in errors
-
-
-@pytest.mark.slow
-def test_predict_says_that_it_reads_texts(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(images, tmp_path / "run", "federation.rounds=1") == 0
-    table = str(images / "train.parquet")
-    assert main(["predict", str(tmp_path / "run"), table, "--out", str(tmp_path / "out.csv")]) == 2
-    assert "found a run on images, expected one on texts" in capsys.readouterr().err

@@ -22,6 +22,8 @@ from fedllm import run_recipe
 from fedllm.config.recipe import load_recipe
 from fedllm.experiment.answers import last_prompts
 from fedllm.experiment.build import Job, assemble
+from fedllm.federation import sampling
+from fedllm.federation.rounds import Plan, run_round, start
 
 ANIMALS, ACTS = ("cat", "dog", "mat", "tree"), ("sat", "ran", "is", "was")
 
@@ -190,3 +192,25 @@ def test_algorithms_of_every_kind_train_it(causal: Path, tmp_path: Path, algorit
     words = [f"algorithm={{name: {algorithm}}}", "federation.rounds=2", "eval.samples=0", "eval.start=true"]
     told = run_recipe(causal / "recipe.yaml", words, tmp_path / "run").result
     assert told["final"]["eval_loss"] < told["start"]["eval_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["none", "4bit"])
+def test_clients_over_a_quantised_base_train_together_as_one_by_one(causal: Path, quantize: str) -> None:
+    """Oracle 6: NF4 weights, clients stacked and sequential, for three rounds of clients with different samples."""
+    if quantize != "none":
+        pytest.importorskip("bitsandbytes")
+    words = [f"model.quantize={quantize}", "federation.clients_per_round=4", "federation.rounds=3"]
+    built = assemble(load_recipe(causal / "recipe.yaml", words))
+    kinds = {type(module).__name__ for module in built.model.modules()}
+    assert ("Linear4bit" in kinds) == (quantize == "4bit")
+    ends = []
+    for stacked in (4, 1):
+        federation = start(built.setup, stacked_clients=stacked)
+        for t in range(3):
+            chosen = sampling.sample(0, t, built.info.num_clients, built.info.sampled, built.info.tracked)
+            run_round(built.setup, federation, *chosen, Plan(stacked))
+        ends.append(federation.x)
+    moved = ends[1] - built.problem.initial()
+    assert moved.norm() > 0.01
+    assert (ends[0] - ends[1]).norm() < 1e-4 * moved.norm()

@@ -58,7 +58,7 @@ def test_a_language_model_is_frozen_with_its_head(causal: dict[str, str], family
     assert backbone.tokenizer.pad_token == ("<|endoftext|>" if family == "qwen2" else "</s>")  # Qwen's has a pad token
     assert backbone.tokenizer.chat_template == TEMPLATE
     assert backbone.model.generation_config.repetition_penalty == 1.3
-    assert str(backbone.start) == "kept from the checkpoint (a language model's own, which is not trained)"
+    assert str(backbone.start) == "the language model's output embedding, from the checkpoint"
     batch = tiny_batch(backbone.tokenizer.pad_token_id)
     with torch.no_grad():
         ours, wanted = (model(**batch).logits for model in (backbone.model, plain))
@@ -178,7 +178,7 @@ def test_an_output_embedding_that_the_checkpoint_lacks(tmp_path: Path) -> None:
 
 
 def test_settings_that_do_not_fit(causal: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.head=new: .* is a language model, whose head is not trained"):
+    with pytest.raises(UserError, match=r"model\.head=new: .* is a language model, whose head is its output embedding"):
         load(causal["llama"], head="new")
     assert load(causal["llama"], head="keep").start.setting == "keep"
     with pytest.raises(UserError, match=r"found mlp_gate, but model .* has none"):

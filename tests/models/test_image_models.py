@@ -14,9 +14,9 @@ from transformers import AutoModelForImageClassification, SwinConfig, ViTConfig
 from fedllm.blocks import partition
 from fedllm.common.errors import UserError
 from fedllm.data.pixels import ImageFormat
-from fedllm.models.conv_nets import GROUPS
 from fedllm.models.image_models import BUILT, sinusoids
 from fedllm.models.loading import Backbone, load_backbone
+from fedllm.models.norms import apply_norm
 from fedllm.models.settings import BUILT_NAMES, ModelSettings
 from fedllm.tasks.heads import image_head
 
@@ -80,7 +80,15 @@ def test_the_norm_is_the_names() -> None:
     }  # fmt: skip
     norms = [m for m in built("resnet18_gn").model.modules() if isinstance(m, nn.GroupNorm)]
     assert len(norms) == 20
-    assert {norm.num_groups for norm in norms} == {GROUPS}
+    assert {norm.num_groups for norm in norms} == {2}
+
+
+def test_group_norm_in_the_place_of_batch_norm_is_the_model_that_has_it() -> None:
+    """resnet18 with model.norm=group begins with the weights of resnet18_gn, and gives its logits."""
+    images, model = torch.randn(2, 3, 32, 32), built("resnet18").model
+    apply_norm(model, "group", "resnet18")
+    with torch.no_grad():
+        assert torch.equal(model(images).logits, built("resnet18_gn").model(images).logits)
 
 
 def test_names_are_listed_once() -> None:

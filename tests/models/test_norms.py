@@ -24,13 +24,13 @@ def test_group_norm_takes_the_place_of_every_batch_norm_with_its_scale_and_shift
     for path in paths:
         made = model.get_submodule(path)
         assert isinstance(made, nn.GroupNorm)
-        assert (made.num_groups, made.num_channels, made.eps) == (4, 8, 1e-5)
+        assert (made.num_groups, made.num_channels, made.eps) == (2, 8, 1e-5)
         assert torch.equal(made.weight, weights[path])
     alone = model(Pixels.draw(1).values).logits
     assert torch.allclose(model(Pixels.draw(3).values).logits[:1], alone, atol=1e-6)  # no sample looks at another
 
 
-@pytest.mark.parametrize(("channels", "groups"), [(64, 32), (48, 8), (33, 1), (128, 32), (4, 2)])
+@pytest.mark.parametrize(("channels", "groups"), [(64, 2), (48, 2), (33, 1), (2, 2)])
 def test_the_number_of_groups_divides_the_channels(channels: int, groups: int) -> None:
     model = nn.Sequential(nn.BatchNorm2d(channels))
     apply_norm(model, "group", "one")

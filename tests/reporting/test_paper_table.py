@@ -11,7 +11,7 @@ from made_runs import make_run
 from repository import REPO
 from rich.console import Console
 
-from fedllm.reporting.paper_table import AVERAGE, MINUTES, ROUNDS, SCORE, PaperTableReport
+from fedllm.reporting.paper_table import AVERAGE, MINUTES, ROUNDS, SCORE, PaperTableReport, read_printed
 from fedllm.reporting.score_table import Beside
 from fedllm.results.reader import load_run
 from fedllm.results.run_record import RunRecord
@@ -149,6 +149,30 @@ def test_the_terminal_shows_the_table_or_where_it_is_narrow_a_line_per_task_and_
     assert [tuple(line[:2]) for line in lines if line[0] in ("cola", "rte", "average")] == shown
     assert ["cola", "FAdamGC", "60", "±", "14", "61|62"] in lines
     assert ["average", "FedAvg", "-", "64.00", "±", "0.10"] in lines
+
+
+def test_two_quantities_at_80_columns_have_each_task_above_its_methods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of rounds and minutes with their deviations is on one line, and no name is cut."""
+    table = TABLES["fadamgc-table2-images"]
+    runs = {}
+    for task in table.tasks:
+        done = [run(tmp_path, task, 0.1, 0.9, seed=seed, simulated=5000.0 + 900 * seed) for seed in (0, 1)]
+        runs |= {(method, task): done for method in table.methods}
+    path = REPO / "recipes" / "paper" / "fadamgc_table2_images.csv"
+    printed = read_printed(path, (ROUNDS, MINUTES))
+    report = PaperTableReport("caption", table.methods, table.tasks, (ROUNDS, MINUTES), runs, printed)
+    console = Console(width=80)
+    monkeypatch.setattr("fedllm.reporting.paper_table.console", console)
+    with console.capture() as said:
+        console.print(report.rich())
+    lines = [line.split() for line in said.get().splitlines() if line.strip()]
+    assert lines[1] == ["method", "rounds", "paper", "minutes", "paper"]
+    assert lines.count(["tiny_imagenet"]) == 1
+    row = ["SCAFFOLD-M", "2.0", "±", "0.0", "544.3", "±", "59.9", "182", "±", "21", "157.8", "±", "17.38"]
+    assert row in lines
+    assert len(lines) == 3 + 3 * 9
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -25,7 +25,9 @@ LENGTHS = [4, 30, 25, 4, 4, 28, 4, 5, 22, 4, 4, 4]
 cross_entropy = partial(F.cross_entropy, reduction="none")
 
 
-def adapted(folder: Path, family: str, *, targets: Sequence[str] = ("query", "value"), **settings: Any) -> Any:
+def adapted(
+    folder: Path, family: str, *, targets: Sequence[str] = ("query", "value"), train: Any = "AB", **settings: Any
+) -> Any:
     """A tiny PEFT model with three outputs.
 
     settings: `rate` and `quantize` for ModelSettings' dropout and quantize, the others change the checkpoint's config.
@@ -33,7 +35,7 @@ def adapted(folder: Path, family: str, *, targets: Sequence[str] = ("query", "va
     model = {"dropout": settings.pop("rate", None), "quantize": settings.pop("quantize", "none")}
     name = save_tiny(folder, family, **settings)
     backbone = load_backbone(ModelSettings(name=name, **model), sequence_head(3))
-    return attach_lora(backbone, LoraSettings(rank=2, alpha=4, targets=list(targets)))
+    return attach_lora(backbone, LoraSettings(rank=2, alpha=4, targets=list(targets), train=train))
 
 
 def tokens_of(lengths: Sequence[int]) -> Tokens:

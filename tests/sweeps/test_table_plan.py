@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from repository import REPO
 
+from fedllm import load_recipe
 from fedllm.algorithms import algorithm_names
 from fedllm.cli.commands import _parser, main
 from fedllm.common.errors import UserError
@@ -42,6 +43,13 @@ def plan(name: str, model: str | None = None, **more: object) -> TablePlan:
         ("fadamgc-table2-images", None, 8, 3, "fadamgc-table2-images"),
         ("fadamgc-table2-images", "cnn", 8, 3, "fadamgc-table2-images-cnn"),
         ("tracking-table1", None, 6, 3, "tracking-table1"),
+        ("fedadamw-table4", None, 4, 1, "fedadamw-table4"),
+        ("fedadamw-table5", "cnn", 5, 2, "fedadamw-table5-cnn"),
+        ("fedadamw-table6", None, 15, 1, "fedadamw-table6"),
+        ("fedadamw-table7", None, 5, 1, "fedadamw-table7"),
+        ("fedadamw-table11", None, 3, 2, "fedadamw-table11"),
+        ("fedadamw-table11-vit", "cnn", 3, 3, "fedadamw-table11-vit-cnn"),
+        ("fadamgc-table3", None, 7, 3, "fadamgc-table3"),
         ("tracking-table1", "cnn", 6, 3, "tracking-table1-cnn"),
     ],
 )
@@ -55,8 +63,10 @@ def test_a_table_is_every_method_on_every_task(
     assert len(runs) == 2 * methods * tasks
     assert planned.out == Path("runs") / folder
     for path, ((method, task), recipe) in runs.items():
-        assert recipe.algorithm["name"] == method in algorithm_names()
-        assert path.name == f"{task}_{planned.table.models[planned.model]}_{method}-s{recipe.run.seed}"
+        algorithm = planned.table.algorithm(method)
+        assert recipe.algorithm["name"] == algorithm in algorithm_names()
+        row = method if method == algorithm else f"{algorithm}_{method}"
+        assert path.name == f"{task}_{planned.table.models[planned.model]}_{row}-s{recipe.run.seed}"
         assert recipe.model.name == planned.first.model.name
         assert bool(recipe.eval.target) == planned.table.to_target
     done = [task for _, task in [cell for cell, _ in runs.values()]]
@@ -91,6 +101,31 @@ def test_a_setting_that_the_chosen_methods_have_need_not_fit_the_others() -> Non
     assert {method for method, _ in planned.recipes} == {"fadamgc"}
     with pytest.raises(UserError, match=r"algorithm\.tracking_init: unknown key"):
         plan("tracking-table2", overrides=["algorithm.tracking_init=zero"])
+
+
+SETTINGS = {
+    ("fedadamw-table4", "A1"): {"aggregate_v": False},
+    ("fedadamw-table4", "A2"): {"alpha": 0.0},
+    ("fedadamw-table4", "A3"): {"decay": "coupled"},
+    ("fedadamw-table5", "alpha-0.25"): {"alpha": 0.25},
+    ("fedadamw-table6", "localadam-0.0005"): {"weight_decay": 5e-4, "decay": "coupled"},
+    ("fedadamw-table7", "mean_v"): {"shared": "mean_v"},
+    ("fedadamw-table11", "algorithm3"): {"form": "alg3"},
+    ("fadamgc-table3", "fa_nt-0"): {"betas": (0.9, 0.0)},
+}
+
+
+@pytest.mark.parametrize("cell", SETTINGS, ids="-".join)
+def test_rows_that_are_settings_differ_from_the_method_in_them_alone(cell: tuple[str, str]) -> None:
+    name, row = cell
+    table = TABLES[name]
+    planned = plan(name, algorithms=[table.methods[row]]).recipes[row, table.tasks[0]]
+    method = load_recipe(
+        REPO / "recipes" / f"{table.tasks[0]}_{table.model}.yaml", [f"algorithm={table.algorithm(row)}"]
+    )
+    found, plain = vars(planned.load_algorithm()), vars(method.load_algorithm())
+    for key, value in found.items():
+        assert value == SETTINGS[cell].get(key, plain[key]), key
 
 
 @pytest.mark.slow
@@ -202,6 +237,13 @@ def test_the_numbers_of_the_image_tables_are_whole(name: str) -> None:
         "fedadamw-table2": ("fedcm", "tiny_imagenet", SCORE, "83.18 ± 0.19"),
         "fadamgc-table2-images": ("fa_nt", "cifar100", ROUNDS, "530.3 ± 17.6"),
         "tracking-table1": ("fedlada", "cifar100", ROUNDS, ">3000"),
+        "fedadamw-table4": ("A1", "cifar100", SCORE, "37.51 ± 0.12"),
+        "fedadamw-table5": ("alpha-0.50", "cifar100", SCORE, "39.86"),
+        "fedadamw-table6": ("localadam-0.010", "cifar100", SCORE, "8.56"),
+        "fedadamw-table7": ("mean_v", "cifar100", SCORE, "38.15 ± 0.10"),
+        "fedadamw-table11": ("algorithm3", "cifar100_dir06", SCORE, "65.86 ± 0.17"),
+        "fedadamw-table11-vit": ("algorithm2", "cifar100", SCORE, "39.86 ± 0.16"),
+        "fadamgc-table3": ("fadamgc-0.3", "tiny_imagenet", ROUNDS, "75.3 ± 5.7"),
     }
     method, task, quantity, cell = some[name]
     assert found[method, task, quantity] == cell

@@ -60,6 +60,11 @@ def sums(logits: Tensor, places: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tenso
     read = logits[row, place]
     losses = F.cross_entropy(read, target, reduction="none")
     right = (read.argmax(dim=1) == target).to(losses)
+    return summed(losses, right, row, real, len(logits))
+
+
+def summed(losses: Tensor, right: Tensor, row: Tensor, real: Tensor, samples: int) -> Tensor:
+    """Sums [m, 4] of m samples, see `sums`, of the losses [P] and the right tokens [P] of LearnedPlaces."""
     terms = torch.stack([losses, torch.ones_like(right), right], dim=1) * real[:, None]
-    found = terms.new_zeros(len(logits), 3).index_add(0, row, terms)
+    found = terms.new_zeros(samples, 3).index_add(0, row, terms)
     return torch.cat([found, (found[:, 2:] == found[:, 1:2]).to(found)], dim=1)

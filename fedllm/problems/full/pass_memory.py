@@ -13,7 +13,7 @@ from fedllm.problems.lora.memory_probe import PassMemory, saved_bytes
 
 
 def measure(model: PlainModel, reader: BatchReader) -> PassMemory:
-    """Bytes that a pass saves for its backward, from two and four copies of the longest sample.
+    """Bytes that a pass saves for its backward, from two and four copies of the longest sample, and its workspace.
 
     Raises UserError where the model cannot compute the samples.
     """
@@ -23,7 +23,7 @@ def measure(model: PlainModel, reader: BatchReader) -> PassMemory:
 
     def saved(copies: int) -> int:
         batch = reader.read(np.full(copies, longest), x.device)
-        return saved_bytes(lambda: batch.outputs(model.logits(x, model.first_buffers.clone(), batch.inputs)), own)
+        return saved_bytes(lambda: model.outputs(x, model.first_buffers.clone(), batch), own)
 
     try:
         with model.mode(Mode.TRAIN):
@@ -33,4 +33,4 @@ def measure(model: PlainModel, reader: BatchReader) -> PassMemory:
             raise
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{type(model.model).__name__} cannot compute a sample of the data: {said}") from error
-    return PassMemory(2 * two - four, (four - two) / (2 * int(reader.lengths[longest])))
+    return PassMemory(2 * two - four + model.workspace, (four - two) / (2 * int(reader.lengths[longest])))

@@ -65,6 +65,7 @@ class FullProblem(ModelProblem):
         self.reader = BatchReader(samples, settings.pad_id, is_causal(model))
         if self.model.buffers.dim:
             self.buffers = Buffers(self.model.first_buffers, settings.local_buffers)
+        self._read_tokens(settings)
         with _drawn_from(0, self.model.start.device):
             self.passes = Passes.within(measure(self.model, self.reader), settings.pass_bytes)
         self.stacked = settings.stacked
@@ -145,7 +146,7 @@ class FullProblem(ModelProblem):
 
         def outputs_of(index: Tensor) -> Tensor:
             batch = reader.read(index.numpy(), x.device)
-            return batch.outputs(self.model.logits(x, buffers, batch.inputs)).cpu()
+            return self.model.outputs(x, buffers, batch).cpu()
 
         found, self.eval_cuts = evaluate(outputs_of, lengths, own or batches[:1], self.eval_cuts)
         return found if own else torch.zeros_like(found)
@@ -165,6 +166,13 @@ class FullProblem(ModelProblem):
 
     def release(self) -> None:
         """The model was never changed."""
+
+    def _read_tokens(self, settings: FullSettings) -> None:
+        """Of learned tokens, a few at a time are compared with the vocabulary; of stacked clients all."""
+        device = self.model.start.device
+        shortest = self.reader.read(np.array([int(self.reader.lengths.argmin())]), device)
+        if shortest.places is not None and not settings.stacked:
+            self.model.read_tokens(shortest.inputs)
 
     def _together(self, batches: Sequence[np.ndarray]) -> Iterator[slice]:
         """Slices of neighbouring clients that share a pass."""
@@ -197,7 +205,7 @@ class FullProblem(ModelProblem):
             with section("data"):
                 read = self.reader.read(batch[slots], x.device, keys, slots)
             with section("forward"):
-                outputs = read.outputs(self.model.logits(x, buffers, read.inputs))
+                outputs = self.model.outputs(x, buffers, read)
                 loss = self.losses(outputs, read.targets).sum() / total
             with section("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -68,7 +68,11 @@ class FrozenHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits [T, V] in float32 of hidden states [T, h]."""
-        found: Tensor = self.layer(hidden).float()
+        return self.finish(self.layer(hidden))
+
+    def finish(self, products: Tensor) -> Tensor:
+        """The model's logits in float32 of the layer's outputs [T, V]."""
+        found = products.float()
         if self.scale != 1.0:
             found = found * self.scale
         return self.cap * torch.tanh(found / self.cap) if self.cap else found

@@ -33,12 +33,14 @@ class RaggedLora(Function):
         x, A, B, h = ctx.saved_tensors
         g, scale = g.contiguous(), ctx.scale
         gx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        gA, gB, gh = torch.empty_like(A), torch.empty_like(B), torch.empty_like(h)
+        gA = torch.empty_like(A) if ctx.needs_input_grad[2] else None
+        gB, gh = torch.empty_like(B), torch.empty_like(h)
         parts = _parts(ctx.counts, x, g, h, gh)
         for c, (xs, gs, hs, ghs) in enumerate(zip(*parts, strict=True)):
             torch.mm(gs, B[c], out=ghs).mul_(scale)
             torch.mm(gs.T, hs, out=gB[c]).mul_(scale)
-            torch.mm(ghs.T, xs, out=gA[c])
+            if gA is not None:
+                torch.mm(ghs.T, xs, out=gA[c])
         if gx is not None:
             for a, ghs, gxs in zip(A, *_parts(ctx.counts, gh, gx), strict=True):
                 torch.mm(ghs, a, out=gxs)

@@ -46,7 +46,7 @@ class StandIn(nn.Module):
 
 
 class StackedLora(StandIn, LoraLayer):
-    """y = frozen(x) + scale * dropout(x) A' B', with each client's own A and B.
+    """y = frozen(x) + scale * dropout(x) A' B', with each client's own A and B, or one A for all if A is not trained.
 
     name: of the PEFT layer in the model. number: of its dropout among the model's dropout layers.
     """
@@ -54,6 +54,7 @@ class StackedLora(StandIn, LoraLayer):
     def __init__(self, original: Any, context: PassContext, name: str, number: int) -> None:
         super().__init__(original, context)
         (adapter,) = original.lora_A.keys()
+        self.adapter: str = adapter
         self.names = (f"{name}.lora_A.{adapter}.weight", f"{name}.lora_B.{adapter}.weight")
         self.scale, self.number = float(original.scaling[adapter]), number
         self.rate = float(getattr(original.lora_dropout[adapter], "p", 0.0))
@@ -65,7 +66,7 @@ class StackedLora(StandIn, LoraLayer):
         """
         frozen: Tensor = self.base_layer(x, *args, **kwargs)
         now = self.context.current
-        A, B = (now.parameters[name] for name in self.names)
+        A, B = self._matrices(now.parameters)
         x = now.by_rows(x)
         h, packed = now.drop(x, self.rate, self.number).to(A.dtype), now.packed
         if packed is not None and not packed.equal:
@@ -77,6 +78,15 @@ class StackedLora(StandIn, LoraLayer):
         # One fused operation: frozen + scale * (h A') B'
         out = torch.baddbmm(out, torch.bmm(h, A.mT).to(out.dtype), B.mT.to(out.dtype), alpha=self.scale)
         return out.view_as(frozen)
+
+    def _matrices(self, parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """A [C, r, in] and B [C, out, r] of the pass's clients."""
+        name_a, name_b = self.names
+        B = parameters[name_b]
+        if name_a in parameters:
+            return parameters[name_a], B
+        frozen: Tensor = self.get_parameter(f"lora_A.{self.adapter}.weight")
+        return frozen.to(B.dtype).expand(len(B), -1, -1), B
 
 
 class StackedLinear(StandIn, nn.Linear):

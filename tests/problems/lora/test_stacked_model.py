@@ -47,11 +47,14 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"targets": ["mlp_gate"]}),
     ("llama", {"targets": ["all-linear"], "quantize": "4bit"}),
     ("gpt2", {"targets": ["all-linear"], "quantize": "8bit"}),
+    ("bert", {"train": "B"}),
+    ("gpt2", {"train": "B"}),
+    ("llama", {"train": "B", "targets": ["all-linear"], "quantize": "4bit"}),
 ]
 
 
 def named(family: str, settings: dict[str, Any]) -> str:
-    return "-".join([family, *settings.get("targets", ()), *filter(None, [settings.get("quantize")])])
+    return "-".join([family, *settings.get("targets", ()), *filter(None, map(settings.get, ("quantize", "train")))])
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=[named(*each) for each in MODELS])
