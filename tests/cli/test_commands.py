@@ -15,7 +15,7 @@ from repository import REPO
 from transformers import PreTrainedTokenizerBase
 
 from fedllm.cli.commands import main
-from fedllm.experiment import build as assemble
+from fedllm.experiment import parties
 from fedllm.experiment.machine import usable_cores
 
 
@@ -94,7 +94,7 @@ def test_a_model_without_findable_query_and_value(
 def test_an_empty_client_is_named(
     capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assemble, "get_partition", lambda *_: [np.arange(3), np.arange(0)])
+    monkeypatch.setattr(parties, "get_partition", lambda *_: [np.arange(3), np.arange(0)])
     error = fails(capsys, "run", recipe, f"run.dir={tmp_path / 'run'}")
     assert "partition.scheme=dirichlet_classes: client 1 has no samples" in error
 
