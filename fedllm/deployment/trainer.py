@@ -113,7 +113,7 @@ class FederatedTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **others: Any) -> Any:
         """Trainer.train. Raises UserError for a checkpoint without this round."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True  # type: ignore[no-untyped-call]
         if isinstance(resume_from_checkpoint, str) and not Path(resume_from_checkpoint, _OPTIMIZER_FILE).is_file():
             raise UserError(
                 f"{resume_from_checkpoint}: found no {_OPTIMIZER_FILE}, which holds the unfinished round; "
@@ -148,7 +148,7 @@ class FederatedTrainer(Trainer):
         model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The batch's part of the step's mean loss. A model's own use of num_items_in_batch is not relied upon: many
         take it and ignore it."""
