@@ -78,13 +78,14 @@ def _authority_uses() -> Uses:
 
 def _server_uses(hosts: Sequence[str]) -> Uses:
     from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
 
     names = [_host(host) for host in dict.fromkeys([*hosts, *LOCAL])]
     return [
         (x509.BasicConstraints(ca=False, path_length=None), True),
         (x509.SubjectAlternativeName(names), False),
         (_key_usage("digital_signature"), True),
-        (x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), False),
+        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
     ]
 
 

@@ -71,7 +71,7 @@ def _split(rows: Sequence[Row], sites: int, generator: np.random.Generator) -> t
         for part, some in zip(parts, np.split(np.arange(len(of_label)), cuts), strict=True):
             part += [of_label[place] for place in some]
     for part in parts:
-        generator.shuffle(part)  # type: ignore[arg-type]
+        generator.shuffle(part)
     return held, parts
 
 
