@@ -10,8 +10,8 @@ python -m benchmarks.speed.measure recipes/qqp_fadamgc.yaml model.pretrained=fal
 
 Every side trains the same clients on the same batches with AdamW, from the same weights. Before anything is timed, all
 sides must reach the same mean weights. The sides alternate within each repeat. One line per side: seconds per round
-(median), client-steps and tokens per second, and the time relative to fedllm (median and range over the repeats). On a
-GPU also the peak memory without the weights, and the fraction of the GPU's peak arithmetic (--peak-tflops). For a
+(median), client-steps and tokens per second, the time relative to fedllm (median and range over the repeats), and the
+peak memory in addition to the weights. On a GPU also the fraction of its peak arithmetic (--peak-tflops). For a
 language model, TRL's SFTTrainer stands in the place of Trainer: pip install trl==1.16.0.
 """
 
@@ -26,10 +26,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.speed.peak_memory import PeakMemory
 from benchmarks.speed.peers import flower, loop, sft_trainer, trainer
 from benchmarks.workload import Plain, Work
 from fedllm.common.console import console, say
@@ -107,22 +107,18 @@ def _agree(sides: dict[str, Side]) -> None:
 
 
 def _alternate(sides: dict[str, Side], repeats: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each repeat by side. On a GPU also each side's peak bytes, less what all sides hold there already."""
-    cuda = torch.cuda.is_available()
+    """Seconds of each repeat by side, and each side's peak bytes, less what all sides hold already."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     memory: dict[str, int] = {}
     for repeat in range(repeats):
         for name, side in sides.items():
-            if cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                held = torch.cuda.memory_allocated()
+            peak = PeakMemory()
             began = time.perf_counter()
             side()
-            if cuda:
-                torch.cuda.synchronize()
-                memory[name] = torch.cuda.max_memory_allocated() - held
+            most = peak.bytes()
             seconds[name].append(time.perf_counter() - began)
+            if most is not None:
+                memory[name] = max(most, memory.get(name, 0))
             say(f"repeat {repeat + 1} of {repeats}, {name}: {seconds[name][-1]:.2f} s", "dim")
     return seconds, memory
 
@@ -143,6 +139,7 @@ def _figures(seconds: list[float], ours: list[float], work: Work) -> dict[str, f
 
 def _table(figures: dict[str, dict[str, float]], memory: dict[str, int], work: Work, peak_tflops: float) -> Table:
     job = work.job
+    cuda = job.machine.device.type == "cuda"
     table = Table(
         title=f"{work.client_steps} client-steps of {job.recipe.name}, {job.machine.precision}, {job.machine.device}"
     )
@@ -153,7 +150,8 @@ def _table(figures: dict[str, dict[str, float]], memory: dict[str, int], work: W
         "tokens/s",
         "relative",
         "range",
-        *(("GiB", "MFU") if memory else ()),
+        *(("GiB",) if memory else ()),
+        *(("MFU",) if cuda else ()),
     ):
         table.add_column(heading, justify="left" if heading == "side" else "right")
     for name, found in figures.items():
@@ -166,8 +164,9 @@ def _table(figures: dict[str, dict[str, float]], memory: dict[str, int], work: W
             f"{found['lowest']:.2f} to {found['highest']:.2f}",
         ]
         if memory:
-            used = found["teraflops"] / peak_tflops
-            cells += [f"{memory[name] / 2**30:.2f}", f"{used:.1%}"] if name in memory else ["-", "-"]
+            cells.append(f"{memory[name] / 2**30:.2f}" if name in memory else "-")
+        if cuda:
+            cells.append(f"{found['teraflops'] / peak_tflops:.1%}" if name in memory else "-")
         table.add_row(*cells)
     return table
 

@@ -109,7 +109,7 @@ def encode_as(
     if unknown := [row for row, code in enumerate(codes) if code is None]:
         first = unknown[0]
         raise UserError(
-            f"{table.source}, column '{label}': {len(unknown):,} of {len(values):,} rows have a label that the model "
+            f"{table.source}, column '{label}': {len(unknown):,} of {len(values):,} rows have a label that {knows} "
             f"does not know, the first is {cut_name(repr(values[first]))} in row {first + 1}; it knows "
             f"{listed(names, 20)}"
         )

@@ -17,7 +17,7 @@ def require_table(path: Path, *, folder: bool = False) -> None:
     if folder and path.is_dir():
         return
     if not path.exists():
-        raise UserError(f"{path}: no such file ({path.absolute()})")
+        raise UserError(f"{path}: no such file" + ("" if path.is_absolute() else f" ({path.absolute()})"))
     if not path.is_file():
         raise UserError(f"{path}: is no file, expected one of {', '.join(READ)}")
     _require_suffix(path, READ, "read")

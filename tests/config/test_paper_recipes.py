@@ -191,6 +191,7 @@ def largest_are_slow(path: Path) -> object:
 
 
 @pytest.mark.parametrize("path", map(largest_are_slow, SWEEPS))
+@pytest.mark.slow
 def test_every_cell_of_a_grid_file_is_a_recipe_of_its_own(path: Path) -> None:
     grid = load_grid(path)
     assert re.search(r"(FedAdamW|FAdamGC) paper|docs/results.md", grid.feeds)
@@ -274,6 +275,7 @@ def test_the_papers_grids_of_rates() -> None:
 
 
 @pytest.mark.parametrize("path", PARTITIONS, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_a_partition_file_is_small_and_that_of_a_recipe(path: Path) -> None:
     assert path.stat().st_size < 400_000
     held = json.loads(path.read_text())
@@ -295,6 +297,7 @@ def test_a_partition_file_is_small_and_that_of_a_recipe(path: Path) -> None:
         ("20news_minilm", "20newsgroups_dir0.1_n100_s0"),
     ],
 )
+@pytest.mark.slow
 def test_the_scheme_of_a_recipe_and_its_partition_file_give_the_same_clients(name: str, file: str) -> None:
     loaded = recipe(name)
     task = load_dataset(loaded.data, str(local_hub()))

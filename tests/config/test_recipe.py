@@ -198,6 +198,7 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     assert (merged.lora.rank, merged.lora.alpha) == (4, 5)
 
 
+@pytest.mark.slow
 def test_what_nests_too_deeply_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"r.yaml: not readable as YAML: it nests too deeply"):
         load_recipe(write(tmp_path, f"data: {5000 * '['}{5000 * ']'}\n"))

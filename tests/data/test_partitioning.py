@@ -54,6 +54,7 @@ def cases(draw):
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
+@pytest.mark.slow
 def test_clients_are_disjoint_complete_and_large_enough(case):
     parts = partition(**case)
     n = len(case["labels"])

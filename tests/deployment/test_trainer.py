@@ -34,7 +34,12 @@ def fitted(kind: str, size: int, name: str = "fadamgc", steps: int = STEPS) -> U
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("classifier", "fadamgc"), ("classifier", "scaffold"), ("causal", "fedadamw"), ("causal", "fedavg")],
+    [
+        ("classifier", "fadamgc"),
+        pytest.param("classifier", "scaffold", marks=pytest.mark.slow),
+        ("causal", "fedadamw"),
+        pytest.param("causal", "fedavg", marks=pytest.mark.slow),
+    ],
 )
 def test_a_round_is_that_of_client_fit(kind: str, name: str, tmp_path: Path) -> None:
     assert_same(trained(kind, arguments(tmp_path), name=name), fitted(kind, 4, name), 1e-7)
@@ -48,6 +53,7 @@ def test_accumulated_batches_are_one_larger_batch(kind: str, tmp_path: Path) -> 
     assert_same(trained(kind, args, name="fedavg"), fitted(kind, 6, "fedavg", steps=3), 1e-6)
 
 
+@pytest.mark.slow
 def test_a_trainer_alone_would_weigh_them_otherwise(tmp_path: Path) -> None:
     """Why compute_loss is ours: a BERT takes num_items_in_batch and ignores it, so that the gradient is three times as
     large. Once this fails, transformers does it."""
@@ -95,6 +101,7 @@ class Seen(TrainerCallback):
         self.events.append("train ends")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_callbacks_are_called_and_an_evaluation_changes_nothing(kind: str, tmp_path: Path) -> None:
     seen = Seen()
@@ -114,6 +121,7 @@ def test_a_callback_may_end_a_round_early(tmp_path: Path) -> None:
     assert_same(trained("classifier", arguments(tmp_path), callbacks=[Stop()]), fitted("classifier", 4, steps=2), 1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupted_round_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """With dropout, an order drawn at random, and another client as after a restart."""
@@ -128,6 +136,7 @@ def test_an_interrupted_round_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> 
     assert_same(again.fit(resume_from_checkpoint=True), expected, 0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_round_or_without_it_is_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path, save_strategy="steps", save_steps=2)
     trained("classifier", args)
@@ -152,6 +161,7 @@ def test_each_round_has_an_order_of_its_own(tmp_path: Path) -> None:
     assert not torch.equal(first(0), first(1))
 
 
+@pytest.mark.slow
 def test_epochs_make_the_steps_and_a_round_may_be_trained_again(tmp_path: Path) -> None:
     client, broadcast = round_of("classifier")
     args = arguments(tmp_path, max_steps=-1, num_train_epochs=1)
@@ -166,6 +176,7 @@ def test_epochs_make_the_steps_and_a_round_may_be_trained_again(tmp_path: Path) 
         FederatedTrainer(client, broadcast, args, train_dataset=rows("classifier", 10)).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixed_precision_sends_float32(kind: str, tmp_path: Path) -> None:
     found = trained(kind, arguments(tmp_path, bf16=True), name="fedavg")

@@ -154,6 +154,7 @@ def test_a_users_mistake_is_told_once(tiny: Path) -> None:
 
 @pytest.mark.parametrize("words", [["run", "missing.yaml"], ["run", "recipe.yaml", "--profle"]])
 @pytest.mark.parametrize("late", ["0", "1"])
+@pytest.mark.slow
 def test_a_mistake_is_told_once_whichever_process_is_first(words: list[str], late: str, tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(

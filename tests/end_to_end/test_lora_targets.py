@@ -26,6 +26,7 @@ ALGORITHM = "algorithm={name: fedadamw, lr: 1.0e-2}"
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.slow
 def test_a_run_resumes_and_its_adapter_loads_in_plain_peft(tiny: Path, tmp_path: Path, family: str) -> None:
     name = save_tiny(tmp_path / family, family)
     overrides = [f"model.name={name}", "lora.targets=all-linear", ALGORITHM, "run.checkpoint_every=2"]

@@ -21,6 +21,7 @@ def marked(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"data.validation={path}", "federation.rounds=2", "run.trackers=[]"]
 
 
+@pytest.mark.slow
 def test_the_scores_at_the_start_and_of_each_value(tiny: Path, marked: list[str], tmp_path: Path) -> None:
     words = [*marked, "eval.start=true", "eval.by=half", "eval.every=2"]
     result = run_recipe(tiny / "recipe.yaml", words, tmp_path / "run").result

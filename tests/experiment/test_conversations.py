@@ -101,6 +101,7 @@ def test_samples_that_are_left_out_leave_parts_and_splits() -> None:
     assert without_left_out(train) is train
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_template(chats: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text("{% for m in messages %}{{ m.content }} </s> {% endfor %}")

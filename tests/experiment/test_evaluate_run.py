@@ -57,6 +57,7 @@ def test_an_unfinished_run_is_evaluated_at_its_newest_checkpoint(finished: RunRe
 
 
 @pytest.mark.parametrize("family", ["gpt2", "roberta"])
+@pytest.mark.slow
 def test_a_held_out_split_of_another_model_and_of_numbers(tiny: Path, tmp_path: Path, family: str) -> None:
     save_tiny(tmp_path / family, family)
     text = (tiny / "train.csv").read_text().replace(",1,", ",1.5,")

@@ -40,6 +40,7 @@ def same(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_a_round_gives_the_adapter_of_a_run_of_that_length(finished: RunResult, tiny: Path, tmp_path: Path) -> None:
     shorter = run_recipe(tiny / "recipe.yaml", ["federation.rounds=2"], tmp_path / "shorter")
     assert main(["export", str(finished.folder), "--round", "2", "--out", str(tmp_path / "two")]) == 0

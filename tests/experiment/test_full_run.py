@@ -75,6 +75,7 @@ def test_the_written_model_has_the_logits_that_evaluation_used(run: RunResult, t
     assert not torch.allclose(x, job.problem.initial())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_a_whole_one(run: RunResult, tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [*FULL, "run.checkpoint_every=1"]

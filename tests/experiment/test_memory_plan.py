@@ -110,6 +110,7 @@ def test_full_gradients_step_down_too(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(simulate(alg, problem, rounds=2, local_steps=2, clients_per_round=3).x, whole)
 
 
+@pytest.mark.slow
 def test_a_run_steps_down_says_so_once_and_records_it(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_client_too_large_ends_the_run(tiny: Path, tmp_path: Path, monkeypatch
         run_recipe(tiny / "recipe.yaml", run_dir=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_choice_is_kept_on_another_machine(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,6 +264,7 @@ def short_of_memory(most: int):
     return run
 
 
+@pytest.mark.slow
 def test_evaluation_steps_down(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 samples of 3 to 11 words: batches of 240 tokens, of which 60 at most fit."""
     job = assembled(tiny)
@@ -279,6 +282,7 @@ def test_evaluation_steps_down(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
         problem.outputs(x, job.validation)
 
 
+@pytest.mark.slow
 def test_a_run_says_once_that_evaluation_stepped_down_and_records_it(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,6 +311,7 @@ def own(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_tune_writes_the_fastest_into_the_recipe_and_changes_no_result(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def test_it_has_no_text_and_no_path(finished: RunResult, tiny: Path) -> None:
         assert not any(row["text"] in card for row in csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_resume_and_export_give_the_same_bytes(finished: RunResult, tiny: Path, tmp_path: Path) -> None:
     words = ["run.seed=3", "data.title=red | blue"]
     run_recipe(tiny / "recipe.yaml", [*words, "federation.rounds=2"], tmp_path / "run")

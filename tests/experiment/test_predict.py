@@ -118,6 +118,7 @@ def test_parquet_keeps_its_types(run: Path, tmp_path: Path) -> None:
     assert found.drop_columns("prediction").equals(table)
 
 
+@pytest.mark.slow
 def test_pairs_and_numbers(tiny: Path, tmp_path: Path) -> None:
     """A regression on pairs of texts, with GPT-2, whose tokenizer does not separate them by itself."""
     save_tiny(tmp_path / "gpt2", "gpt2")

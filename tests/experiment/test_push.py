@@ -152,6 +152,7 @@ def test_a_hub_that_refuses(hub: Hub, run: Path, status: int, code: int) -> None
     assert ("use a token that may write there" in said) == (code == 2)
 
 
+@pytest.mark.slow
 def test_no_network(run: Path) -> None:
     code, said = push("http://127.0.0.1:9", run, "me/mine")
     assert code == 1

@@ -52,6 +52,7 @@ def scores(result: RunResult) -> list[object]:
 # More rounds
 
 
+@pytest.mark.slow
 def test_a_finished_run_gets_more_rounds_and_the_bits_of_a_run_of_that_length(
     tiny: Path, folder: Path, three: RunResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +122,7 @@ def test_which_algorithms_depend_on_the_number_of_rounds() -> None:
 # Other evaluations
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_spacing_of_its_evaluations_and_another_target(
     tiny: Path, tmp_path: Path, three: RunResult
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_run_goes_on_with_another_spacing_of_its_evaluations_and_another_targe
     assert main(["report", str(folder), str(three.folder), "--out", str(tmp_path / "report")]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_at_its_target_goes_on_without_it(tiny: Path, tmp_path: Path, two: RunResult) -> None:
     stops = "eval={target: {accuracy: 0.01}, stop_at_target: true}"
     first = run_recipe(tiny / "recipe.yaml", [*rounds(2), stops], tmp_path / "run")

@@ -23,6 +23,7 @@ def as_earlier(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
 
 
+@pytest.mark.slow
 def test_an_earlier_run_goes_on_with_its_own_choice(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -248,6 +248,7 @@ def test_a_full_disk_while_a_client_is_kept_leaves_the_last_checkpoint(
     assert not (folder / "clients").exists()
 
 
+@pytest.mark.slow
 def test_a_clients_file_that_somebody_changed_is_not_used(
     tiny: Path,
     tmp_path: Path,
@@ -278,6 +279,7 @@ def test_a_clients_file_that_somebody_changed_is_not_used(
     assert_close(folder, finished.folder)
 
 
+@pytest.mark.slow
 def test_checkpoints_without_hard_links_are_copies(
     tiny: Path, tmp_path: Path, finished: RunResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +383,7 @@ def test_partition_json_tells_which_site_a_client_is(tiny: Path, tmp_path: Path)
     assert load_run(run.folder).data == data
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_other_classes(tiny: Path, tmp_path: Path) -> None:
     """Of the same number and order, so that no label changes its id."""
     for name in ("train", "validation"):

@@ -143,6 +143,7 @@ def test_max_hours_ends_after_a_round_with_its_own_exit_code(
     assert main([*command, "run.max_hours=0"]) == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_the_run_that_is_ended(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the last round of the first cell: that cell is finished, the second is not begun."""
     (tmp_path / "grid.yaml").write_text("grid: {algorithm.lr: [0.01, 0.02]}")

@@ -83,6 +83,7 @@ def test_tensorboard_is_the_default_and_repeats_no_round(tiny: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.slow
 def test_a_tracker_is_sent_each_round_once_over_a_resume(
     tiny: Path, tmp_path: Path, stand_in: Callable[[str], StandIn], name: str
 ) -> None:

@@ -70,6 +70,7 @@ def without_head(folder: Path) -> None:
         manifest.write_text(json.dumps(values))
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_goes_on_with_a_new_head(tiny: Path, tmp_path: Path, merged: Path) -> None:
     words = ["federation.rounds=2", f"model.name={merged}"]
     whole = run_recipe(tiny / "recipe.yaml", [*words, "model.head=new"], tmp_path / "whole")

@@ -251,6 +251,7 @@ def test_gpt2_with_output_keeps_its_rank(tiny: dict[str, str], tmp_path: Path) -
     assert config["target_modules"] == ["attn.c_proj", "c_attn"]
 
 
+@pytest.mark.slow
 def test_real_gpt2_tokenizer_is_saved_with_its_pad_token(tmp_path: Path) -> None:
     hub = local_hub()
     if hub is None or not (hub / "models/openai-community/gpt2").is_dir():

@@ -251,6 +251,7 @@ def test_smollm2_from_its_gguf_trains_and_exports(tmp_path: Path, monkeypatch: A
     assert all(torch.equal(model.get_parameter(name), value) for name, value in trained.items())
 
 
+@pytest.mark.slow
 def test_real_gpt2_config_and_tokenizer_without_weights() -> None:
     hub = local_hub()
     if hub is None or not (hub / "models/openai-community/gpt2").is_dir():

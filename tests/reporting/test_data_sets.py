@@ -166,6 +166,7 @@ def test_the_files_of_two_data_sets(tmp_path):
     assert sorted((tmp_path / "out").iterdir()) == sorted(again)  # nothing of the earlier report is left
 
 
+@pytest.mark.slow
 def test_figures_of_two_data_sets_never_share_axes(tmp_path):
     report(twelve(tmp_path), tmp_path / "out", formats=["html"])
     page = (tmp_path / "out" / "report.html").read_text()
@@ -178,6 +179,7 @@ def test_figures_of_two_data_sets_never_share_axes(tmp_path):
 # Groups that differ in many settings
 
 
+@pytest.mark.slow
 def test_groups_that_differ_in_many_settings_are_numbered_and_a_legend_tells_them(tmp_path):
     many = ["lora.rank=4", "local.batch_size=8", "data.max_length=64", "federation.clients_per_round=5"]
     first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", *many)

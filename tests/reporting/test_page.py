@@ -77,6 +77,7 @@ def full(tmp_path_factory) -> Path:
     return runs / "out" / "report.html"
 
 
+@pytest.mark.slow
 def test_the_page_has_tables_figures_settings_and_what_was_left_out(full):
     elements = Elements(full.read_text())
     assert not elements.open

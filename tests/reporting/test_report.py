@@ -133,6 +133,7 @@ def test_rounds_to_target_are_a_mean_only_if_every_seed_got_there(tmp_path, seed
     assert column(groups_of(*folders), "rounds to target") == [expected]
 
 
+@pytest.mark.slow
 def test_rounds_to_targets_asked_for(tmp_path, capsys):
     """Counted from the curves, whatever target the runs had."""
     runs = [
@@ -372,6 +373,7 @@ def test_rejected_uploads_are_explained_where_there_were_any(tmp_path):
 # The command
 
 
+@pytest.mark.slow
 def test_report_writes_what_it_lists_and_says_what_it_left_out(tmp_path):
     seeds = [make_run(tmp_path / "runs" / str(seed), seed=seed) for seed in range(2)]
     (tmp_path / "runs" / "junk").mkdir()
@@ -386,6 +388,7 @@ def test_report_writes_what_it_lists_and_says_what_it_left_out(tmp_path):
     assert f"written to {out}: report.html, summary.md, summary.csv, summary.tex, 8 files of figures" in said
 
 
+@pytest.mark.slow
 def test_a_second_report_passes_over_the_first_and_writes_the_same(tmp_path):
     make_run(tmp_path / "a")
     first = {path: path.read_bytes() for path in report([tmp_path / "a"])}
@@ -395,6 +398,7 @@ def test_a_second_report_passes_over_the_first_and_writes_the_same(tmp_path):
     assert {path: path.read_bytes() for path in second} == first
 
 
+@pytest.mark.slow
 def test_a_report_leaves_nothing_of_an_earlier_one(tmp_path):
     """The figures of client drift and of labels are not made of the second run; what is not fedllm's stays."""
     drift = {"update_cosine": [0.5] * 4, "update_norm": [1.0] * 4}

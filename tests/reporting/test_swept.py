@@ -177,6 +177,7 @@ def test_what_is_drawn(tmp_path: Path) -> None:
     assert axes.get_ylim()[0] == 0
 
 
+@pytest.mark.slow
 def test_the_report_has_it(tmp_path: Path) -> None:
     folders = sweep(tmp_path, "partition.alpha", {0.1: [NEVER, LATE], 0.3: [EARLY, LATE], 1: [EARLY, EARLY]})
     out = tmp_path / "report"

@@ -90,6 +90,7 @@ def test_an_older_run_without_vectors_has_a_dash(tmp_path: Path) -> None:
     assert row["vectors to target"] == "-"
 
 
+@pytest.mark.slow
 def test_terminal_files_and_page_have_the_second_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = make_run(tmp_path / "a", **MB), tmp_path / "out"
     assert main(["report", str(folder), "--out", str(out)]) == 0

@@ -189,6 +189,7 @@ def test_a_damaged_folder_is_named_and_the_rest_goes_on(tmp_path, name):
 
 
 @pytest.mark.parametrize("junk", [None, True, [], {"a": [1]}, "x\n\x1b\ud800", float("nan"), 10**400], ids=ascii)
+@pytest.mark.slow
 def test_no_value_in_a_result_or_a_round_is_more_than_a_report_can_bear(tmp_path, junk):
     """Either the folder is left out with a reason, or all tables can be made of it."""
     good = make_run(tmp_path / "good")

@@ -170,6 +170,7 @@ def test_checkpoints() -> None:
 # The command
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "PROBE", 1)
     data, out = write_rows(tmp_path / "rows.csv", 300, seed=0), tmp_path / "out"

@@ -27,6 +27,7 @@ ROUNDING = 1 + 1e-12
 # Linear speed-up
 
 
+@pytest.mark.slow
 def test_the_error_falls_about_as_one_over_the_sampled_clients() -> None:
     """Noise that clients draw independently leaves an error of c/S; tracking that is noisy too adds, for S < N, up to
     as much again: (1/S) (1 + (N-S)/(N-1)). So from S = 1 to 64 = N the exponent lies near -1 to -1.17. Over seeds 0
@@ -46,6 +47,7 @@ def test_slope_by_hand() -> None:
 # Heterogeneity
 
 
+@pytest.mark.slow
 def test_the_spread_of_the_clients_decides_the_error_of_every_method_but_fadamgc() -> None:
     """The minimisers of FA-NT's and LocalAdam's fixed points lie apart from x* by a distance in proportion to the
     spread: 16 times the spread gives about 256 times the error."""
@@ -59,6 +61,7 @@ def test_the_spread_of_the_clients_decides_the_error_of_every_method_but_fadamgc
         assert 64 < error[name, 8.0] / error[name, 0.5] < 1024
 
 
+@pytest.mark.slow
 def test_more_rounds_do_not_remove_the_error_of_fa_nt() -> None:
     short = replace(HETEROGENEITY, algorithm="fa_nt", spread=2.0, clients=4, sampled=4, noise=0.0)
     errors = [measure(replace(short, rounds=rounds), [1]).mean for rounds in (100, 500)]
@@ -160,6 +163,7 @@ def test_the_figures_show_the_means_and_the_seeds() -> None:
     assert lines == [[[1, c], [2, 2 * c]] for c in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theory, "SPEED_UP", replace(SPEED_UP, rounds=2, local_steps=2))
     monkeypatch.setattr(theory, "HETEROGENEITY", replace(HETEROGENEITY, rounds=2, local_steps=2))

@@ -20,6 +20,7 @@ from fedllm.experiment.serve import serve
 from fedllm.experiment.site import SiteWorker, open_site
 
 DEPLOYMENT = "deployment={sites: 3, deadline: 60, ask_again: 30, patience: 60}"
+_ONE_AT_A_TIME = threading.Lock()  # the threads of a process share torch's random generator
 TIMED = {"seconds", "simulated_seconds", "eval_seconds", "missing", "sites"}
 
 
@@ -74,7 +75,8 @@ class ThreadLink:
     def _work(self, site: int, worker: SiteWorker, orders: queue.Queue[tuple[str, Kind, bytes] | None]) -> None:
         while order := orders.get():
             name, kind, body = order
-            answer = self.spoil(site, kind, worker.handle(kind, body))
+            with _ONE_AT_A_TIME:
+                answer = self.spoil(site, kind, worker.handle(kind, body))
             if answer is not None:
                 self._replies.put(Reply(name, site, answer))
 
@@ -114,7 +116,7 @@ def deployed(recipe: Path, overrides: Sequence[str], folder: Path, link: Any) ->
 
 
 def recipe_of(recipe: Path, overrides: Sequence[str], folder: Path) -> Recipe:
-    return load_recipe(recipe, [*overrides, DEPLOYMENT, f"run.dir={folder}"])
+    return load_recipe(recipe, [DEPLOYMENT, *overrides, f"run.dir={folder}"])
 
 
 def numbers(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -53,9 +53,9 @@ def _random(data: bytes, draw: random.Random) -> bytes:
 def _claimed(data: bytes, draw: random.Random) -> bytes:
     """Another header over the same bytes: it claims other shapes, types, places or lengths."""
     header, body = _header(data)
-    name = draw.choice([key for key in header if key != "__metadata__"])
-    length = None
-    match draw.randrange(7):
+    names = [key for key in header if key != "__metadata__"]
+    name, length = draw.choice(names or ["x"]), None
+    match draw.randrange(7) if names else draw.randrange(5, 7):
         case 0:
             header[name]["shape"] = draw.choice(SHAPES)
         case 1:
@@ -86,10 +86,13 @@ def _resealed(data: bytes, draw: random.Random) -> bytes:
         lambda: head.update({draw.choice(list(head)): draw.choice(BAD_VALUES)}),
         lambda: head.pop(draw.choice(list(head))),
         lambda: head.update({"another": draw.choice(BAD_VALUES)}),
-        lambda: tensors.update({draw.choice(list(tensors)): _bad_tensor(draw)}),
-        lambda: tensors.pop(draw.choice(list(tensors))),
         lambda: tensors.update({"another/" * draw.choice([1, 500]): _bad_tensor(draw)}),
     ]
+    if tensors:
+        changes += [
+            lambda: tensors.update({draw.choice(list(tensors)): _bad_tensor(draw)}),
+            lambda: tensors.pop(draw.choice(list(tensors))),
+        ]
     draw.choice(changes)()
     return tensor_file.pack(head, tensors)
 

@@ -65,6 +65,7 @@ def table(folder: Path) -> dict[str, dict[str, str]]:
         return {row["task"]: row for row in csv.DictReader(file)}
 
 
+@pytest.mark.slow
 def test_an_interrupted_suite_goes_on_where_it_was_and_ends_in_one_table(
     stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_signal_ends_the_suite_after_the_round(
     assert [path.name for path in tmp_path.glob("*/checkpoints/*")] == ["000001"]
 
 
+@pytest.mark.slow
 def test_other_scores_stand_beside_ours(
     stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,6 +132,7 @@ def test_the_best_trial_of_each_case_is_run_in_full(tiny: Path, tmp_path: Path) 
     assert f"| adam | lr=0.02 | {trials[best]['best']['eval_loss']['value']:.4f} |" in table
 
 
+@pytest.mark.slow
 def test_one_case_alone(tiny: Path, tmp_path: Path) -> None:
     grid = write(
         tmp_path,
@@ -143,6 +144,7 @@ def test_one_case_alone(tiny: Path, tmp_path: Path) -> None:
         sweep(tiny / "recipe.yaml", grid, tmp_path / "out", only=["localadamm"])
 
 
+@pytest.mark.slow
 def test_one_case_run_alone_leaves_the_others_in_the_tables(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +233,7 @@ def test_a_grid_may_hold_anchors_under_keys_of_its_own(tmp_path: Path) -> None:
     assert load_grid(path).grid == {"algorithm.lr": [1e-3, 3e-3]}
 
 
+@pytest.mark.slow
 def test_a_cell_that_cannot_go_on_does_not_stop_the_others(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

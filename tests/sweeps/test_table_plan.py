@@ -45,6 +45,7 @@ def plan(name: str, model: str | None = None, **more: object) -> TablePlan:
         ("tracking-table1", "cnn", 6, 3, "tracking-table1-cnn"),
     ],
 )
+@pytest.mark.slow
 def test_a_table_is_every_method_on_every_task(
     name: str, model: str | None, methods: int, tasks: int, folder: str
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_table_is_every_method_on_every_task(
     assert done == sorted(done, key=planned.tasks.index)  # task by task: the data of one is read once
 
 
+@pytest.mark.slow
 def test_the_small_table_has_a_task_that_needs_no_hub() -> None:
     for name in LANGUAGE:
         planned = plan(name, "minilm", tasks=["bbcnews"])
@@ -91,6 +93,7 @@ def test_a_setting_that_the_chosen_methods_have_need_not_fit_the_others() -> Non
         plan("tracking-table2", overrides=["algorithm.tracking_init=zero"])
 
 
+@pytest.mark.slow
 def test_seeds_are_the_recipes_own_where_none_are_given() -> None:
     assert plan("fadamgc-table2").seeds == (0,)
     assert plan("fadamgc-table2", overrides=["run.seed=7"]).seeds == (7,)
@@ -146,6 +149,7 @@ COMMANDS = re.findall(r"^ {4}fedllm suite ([^#\n]*)", PAGE, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.slow
 def test_a_command_of_the_guide_is_a_plan(command: str) -> None:
     arguments = _parser().parse_args(["suite", *shlex.split(command)])
     model = small_model(TABLES[arguments.name], arguments.small, arguments.model)

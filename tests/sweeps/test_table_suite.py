@@ -71,6 +71,7 @@ def cells(out: Path, folder: str = "fadamgc-table2") -> dict[tuple[str, str, str
 CHOICE = ["--algorithm", "FAdamGC", "--algorithm", "fedavgm", "--task", "sst2", "--task", "qnli"]
 
 
+@pytest.mark.slow
 def test_a_table_goes_on_where_it_was_and_has_ours_beside_the_papers(
     stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_table_goes_on_where_it_was_and_has_ours_beside_the_papers(
     assert cells(tmp_path) == found  # what is there of other cells and seeds stays in the table
 
 
+@pytest.mark.slow
 def test_a_run_without_the_target_and_a_run_of_other_settings(
     stand_ins: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,6 +163,7 @@ def test_a_4bit_base_is_counted_in_full_and_weighed_as_it_is(tiny: Path) -> None
     assert full - low == 4 * linear - linear // 2
 
 
+@pytest.mark.slow
 def test_a_4bit_run_resumes_and_its_adapter_loads_in_plain_peft(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     overrides = ["model.quantize=4bit", "run.precision=float32", "run.checkpoint_every=2"]

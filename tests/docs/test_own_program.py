@@ -1,4 +1,4 @@
-"""docs/guides/deployment.md does what it says: its files are taken out of the page and run, each site in a thread."""
+"""docs/guides/sites/own_program.md does what it says: its files are taken out of it and run, each site in a thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fedllm.federation.sampling import sample
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.server import Server
 
-PAGE = (REPO / "docs" / "guides" / "deployment.md").read_text(encoding="utf-8")
+PAGE = (REPO / "docs" / "guides" / "sites" / "own_program.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
 ROWS = [30, 12, 20]  # of the sites: 4, 2 and 3 steps a round
 
