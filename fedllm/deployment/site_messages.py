@@ -6,9 +6,6 @@ read by a site, an answer by the server. An answer to any order may be a Failure
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,14 +13,27 @@ from torch import Tensor
 
 from fedllm.common import tensor_file
 from fedllm.common.errors import UserError
-from fedllm.common.tensors import State
+from fedllm.deployment.message_checks import (
+    MOST_TEXT,
+    Check,
+    is_bool,
+    is_count,
+    is_object,
+    is_run,
+    is_score,
+    is_scores,
+    is_seconds,
+    is_sections,
+    is_sites,
+    is_size,
+    is_text,
+    is_texts,
+    is_versions,
+    open_message,
+)
 from fedllm.deployment.messages import Broadcast, Upload
 
 HEAD_BYTES = 1 << 20  # most bytes of a message without tensors
-_RUN = re.compile(r"[0-9a-f]{32}")
-_SITES = 100_000  # most sites of a run: a site has a list of them
-_TEXT = 2000  # characters of an error or a name that are kept
-_Check = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Announcement:
     @classmethod
     def from_bytes(cls, data: bytes) -> Announcement:
         """Raises UserError if the bytes are no announcement. What the recipe says is checked when it is read."""
-        head, _ = _opened(data, "announce", _ANNOUNCED)
+        head, _ = open_message(data, "announce", _ANNOUNCED)
         return cls(**{**head, "classes": tuple(head["classes"])})
 
 
@@ -66,7 +76,7 @@ class TrainOrder:
     @classmethod
     def from_bytes(cls, data: bytes) -> TrainOrder:
         """Raises UserError if the bytes are no order. The site checks the broadcast's content."""
-        head, tensors = _opened(data, "train", {"run": _is_run, "tracked": _is_bool} | _BROADCAST)
+        head, tensors = open_message(data, "train", {"run": is_run, "tracked": is_bool} | _BROADCAST)
         run, tracked = head.pop("run"), head.pop("tracked")
         return cls(run, Broadcast.unpacked(head, tensors), tracked)
 
@@ -87,7 +97,7 @@ class EvaluateOrder:
     @classmethod
     def from_bytes(cls, data: bytes) -> EvaluateOrder:
         """Raises UserError if the bytes are no order. The site checks the tensors' shapes."""
-        head, tensors = _opened(data, "evaluate", {"run": _is_run, "round": _is_count})
+        head, tensors = open_message(data, "evaluate", {"run": is_run, "round": is_count})
         if not {"x"} <= tensors.keys() <= {"x", "buffers"}:
             raise UserError(f"found tensors {sorted(tensors)}, expected x and, of batch norm, buffers")
         return cls(head["run"], head["round"], tensors["x"], tensors.get("buffers"))
@@ -103,7 +113,7 @@ class Failure:
     again: bool = False
 
     def to_bytes(self) -> bytes:
-        return tensor_file.pack({**vars(self), "error": self.error[:_TEXT]}, {})
+        return tensor_file.pack({**vars(self), "error": self.error[:MOST_TEXT]}, {})
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,7 @@ class Joined:
     @classmethod
     def from_bytes(cls, data: bytes) -> Joined:
         """Raises UserError if the bytes are none."""
-        head, _ = _opened(data, "joined", _JOINED)
+        head, _ = open_message(data, "joined", _JOINED)
         return cls(**head)
 
 
@@ -142,8 +152,8 @@ class TrainAnswer:
     @classmethod
     def from_bytes(cls, data: bytes) -> TrainAnswer:
         """Raises UserError if the bytes are none. Server.add checks the upload."""
-        kinds = {"loss": _is_score, "seconds": _is_seconds, "upload": _is_object}
-        head, tensors = _opened(data, "trained", kinds)
+        kinds = {"loss": is_score, "seconds": is_seconds, "upload": is_object}
+        head, tensors = open_message(data, "trained", kinds)
         return cls(Upload.unpacked(head["upload"], tensors), head["loss"], head["seconds"])
 
 
@@ -161,7 +171,7 @@ class Scores:
     @classmethod
     def from_bytes(cls, data: bytes) -> Scores:
         """Raises UserError if the bytes are none."""
-        head, _ = _opened(data, "scores", {"round": _is_count, "samples": _is_size, "scores": _is_scores})
+        head, _ = open_message(data, "scores", {"round": is_count, "samples": is_size, "scores": is_scores})
         return cls(**head)
 
 
@@ -179,7 +189,7 @@ class Status:
     @classmethod
     def from_bytes(cls, data: bytes) -> Status:
         """Raises UserError if the bytes are none."""
-        head, _ = _opened(data, "status", dict.fromkeys(("name", "life", "doing"), _is_text))
+        head, _ = open_message(data, "status", dict.fromkeys(("name", "life", "doing"), is_text))
         return cls(**head)
 
 
@@ -193,98 +203,28 @@ def failure(data: bytes) -> Failure | None:
         return None
     if head.keys() != _FAILURE.keys() or not all(check(head[key]) for key, check in _FAILURE.items()):
         return None
-    error = "".join(letter if letter.isprintable() else " " for letter in head["error"][:_TEXT])
+    error = "".join(letter if letter.isprintable() else " " for letter in head["error"][:MOST_TEXT])
     return Failure(error, head["whose"], head["again"])
 
 
-def _opened(data: bytes, says: str, checks: Mapping[str, _Check]) -> tuple[dict[str, Any], State]:
-    """The head and the tensors of a message. Raises UserError if it is another one, or a value is of another kind."""
-    head, tensors = tensor_file.unpack(data)
-    if head.pop("says", None) != says or head.keys() != checks.keys():
-        raise UserError(f"found another message, expected '{says}' with {sorted(checks)}, of the same fedllm version")
-    for key, check in checks.items():
-        if not check(head[key]):
-            raise UserError(f"{key}: found {type(head[key]).__name__}, which does not fit a message '{says}'")
-    return head, tensors
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= _TEXT and value.isprintable()
-
-
-def _is_run(value: Any) -> bool:
-    return isinstance(value, str) and _RUN.fullmatch(value) is not None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-
-
-def _is_size(value: Any) -> bool:
-    return _is_count(value) and value > 0
-
-
-def _is_sites(value: Any) -> bool:
-    return _is_size(value) and bool(value <= _SITES)
-
-
-def _is_seconds(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
-
-
-def _is_score(value: Any) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_scores(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and len(value) <= 100
-        and all(map(_is_text, value))
-        and all(map(_is_score, value.values()))
-    )
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _is_sections(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, dict | None) for each in value.values())
-
-
-def _is_versions(value: Any) -> bool:
-    return isinstance(value, dict) and len(value) <= 100 and all(map(_is_text, [*value, *value.values()]))
-
-
-_ANNOUNCED: dict[str, _Check] = {
-    "run": _is_run,
-    "site": _is_count,
-    "sites": _is_sites,
-    "recipe": _is_sections,
-    "classes": _is_texts,
-    "version": _is_text,
+_ANNOUNCED: dict[str, Check] = {
+    "run": is_run,
+    "site": is_count,
+    "sites": is_sites,
+    "recipe": is_sections,
+    "classes": is_texts,
+    "version": is_text,
 }
-_BROADCAST: dict[str, _Check] = dict.fromkeys(("round", "terms", "counted", "start"), lambda value: True)
-_JOINED: dict[str, _Check] = {
-    "name": _is_text,
-    "samples": _is_size,
-    "validation": _is_count,
-    "device": _is_text,
-    "versions": _is_versions,
+_BROADCAST: dict[str, Check] = dict.fromkeys(("round", "terms", "counted", "start"), lambda value: True)
+_JOINED: dict[str, Check] = {
+    "name": is_text,
+    "samples": is_size,
+    "validation": is_count,
+    "device": is_text,
+    "versions": is_versions,
 }
-_FAILURE: dict[str, _Check] = {
+_FAILURE: dict[str, Check] = {
     "error": lambda value: isinstance(value, str),
     "whose": lambda value: value in ("site", "server"),
-    "again": _is_bool,
+    "again": is_bool,
 }

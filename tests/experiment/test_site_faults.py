@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import server_process
 import torch
+import yaml
 from conftest import write_rows
 from federations import ThreadLink, deployed, recipe_of, settings, simulated, split_rows
 from safetensors.torch import load_file
@@ -78,6 +83,29 @@ def test_sites_killed_at_every_moment(three: Path, tmp_path: Path, processes: Si
     assert processes.starts == 3 + len(MOMENTS)
     assert apart(found, simulated(three / "recipe.yaml", overrides, tmp_path / "simulated")) <= 1e-6
     assert all(line["missing"] == [] and line["rejected"] == {} for line in found.metrics)
+
+
+@pytest.mark.slow
+def test_a_server_killed_at_every_moment(three: Path, tmp_path: Path) -> None:
+    """Five rounds, in each of which but the last one the server is killed with -9 and started again."""
+    sites = SiteProcesses(tmp_path / "sites", paths(three))
+    overrides = [*OVERRIDES, "federation.rounds=5", "deployment={sites: 3, deadline: 300, patience: 300}"]
+    recipe, plan = tmp_path / "recipe.yaml", tmp_path / "plan.yaml"
+    recipe.write_text(recipe_of(three / "recipe.yaml", overrides, tmp_path / "deployed").yaml())
+    plan.write_text(yaml.safe_dump(dict(enumerate(server_process.MOMENTS))))
+    words = [sys.executable, server_process.__file__, str(recipe), str(plan), str(sites.folder), "3"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=500)
+    finally:
+        sites.close()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == str(1 + len(server_process.MOMENTS))
+    assert sites.starts == 3
+    found = RunResult(tmp_path / "deployed", {}, [])
+    assert apart(found, simulated(three / "recipe.yaml", overrides, tmp_path / "simulated")) <= 1e-6
+    lines = [json.loads(line) for line in (found.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["missing"] == [] and line["rejected"] == {} for line in lines)
 
 
 @pytest.mark.slow
