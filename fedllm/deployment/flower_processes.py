@@ -93,7 +93,7 @@ class Child:
         final: Callable[[str], UserError | None] = lambda _: None,
         again: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name, self.log = Path(command[0]).name, log
+        self.name, self.log = log.stem, log
         self._command, self._surroundings, self._final, self._again = [*command], {**surroundings}, final, again
         self._starts: list[float] = []
         self._ending = threading.Event()
