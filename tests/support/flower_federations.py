@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,10 +67,12 @@ class Sites:
 
 
 class Federation:
-    """A running server and two sites, a and b."""
+    """A running server and its sites."""
 
-    def __init__(self, folder: Path, handle: Callable[[str, str, bytes], bytes]) -> None:
-        self.folder, self.settings = make(folder, ["a", "b"])
+    def __init__(
+        self, folder: Path, handle: Callable[[str, str, bytes], bytes], names: Sequence[str] = ("a", "b")
+    ) -> None:
+        self.folder, self.settings = make(folder, list(names))
         self.server = FlowerServer(read_server_folder(self.folder)).__enter__()
         self.sites = Sites(self.settings, handle)
 
