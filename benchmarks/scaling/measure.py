@@ -199,6 +199,7 @@ def startup_point(recipe: str) -> dict[str, float]:
     lap("imports")
     from fedllm.config.recipe import load_recipe
     from fedllm.experiment import build as parts
+    from fedllm.experiment import parties
     from fedllm.federation.rounds import Plan, run_round, start
     from fedllm.federation.sampling import sample
     from fedllm.tasks import sequence_classification
@@ -214,8 +215,8 @@ def startup_point(recipe: str) -> dict[str, float]:
 
         setattr(where, function, timed)
 
-    after("data", "read_data")
-    after("partition", "get_partition")
+    after("data", "read_data", parties)
+    after("partition", "get_partition", parties)
     after("model", "attach_lora")
     after("tokens", "tokenize", sequence_classification)
     job = parts.assemble(load_recipe(recipe, ["run.threads=1", "run.device=cpu"]))

@@ -33,6 +33,7 @@ from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.records import versions
 from fedllm.experiment.session import open_session
+from fedllm.experiment.training import ThisMachine
 from fedllm.federation.rounds import Plan, run_round
 from fedllm.federation.sampling import sample
 
@@ -92,7 +93,7 @@ def rounds(path: str, overrides: list[str], count: int, folder: Path) -> None:
     """In one of the timed processes: rounds as a run has them, without evaluation. Rank 0 prints the numbers."""
     recipe = with_dir(load_recipe(path, overrides), folder)
     executor = executor_for(recipe.run)
-    session = open_session(recipe, folder, executor, Checkpoints(folder / "checkpoints", warn))
+    session = open_session(recipe, folder, executor, Checkpoints(folder / "checkpoints", warn), source=ThisMachine())
     job, info, state = session.job, session.job.info, session.state
     plan = Plan(job.stacked_clients, parts=session.facts.shares, executor=executor)
     seconds, received_bytes = [], []

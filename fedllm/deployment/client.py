@@ -82,6 +82,10 @@ class Client:
         """The vectors {name: [1, d] or [1, B]} that the next round begins with."""
         return self._ledger.state
 
+    @state.setter
+    def state(self, state: State) -> None:
+        self._ledger.state = state
+
     def _first(self, x: Tensor, gradient: Tensor | None) -> State:
         if not self.algorithm.needs_full_gradient():
             return self.algorithm.init_clients(x[None], self.info)

@@ -56,6 +56,7 @@ def two(answers: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     made.close()
 
 
+@pytest.mark.long
 def test_messages_go_to_the_right_site_and_back(two: Federation) -> None:
     two.wait_online()
     names = {two.link.send(0, "train", b"to a", PATIENCE): 0, two.link.send(1, "evaluate", b"to b", PATIENCE): 1}
@@ -63,12 +64,14 @@ def test_messages_go_to_the_right_site_and_back(two: Federation) -> None:
     assert found == {0: expected("a", "train", b"to a"), 1: expected("b", "evaluate", b"to b")}
 
 
+@pytest.mark.long
 def test_a_message_of_50_megabytes(two: Federation) -> None:
     two.wait_online()
     body = bytes(range(256)) * 195_313
     assert two.ask(0, "train", body).body == expected("a", "train", body)
 
 
+@pytest.mark.long
 def test_a_site_whose_node_is_killed_has_another_life_and_answers_again(two: Federation, answers: Answers) -> None:
     lives = two.wait_online()
     answers.slow.clear()
@@ -82,6 +85,7 @@ def test_a_site_whose_node_is_killed_has_another_life_and_answers_again(two: Fed
     assert two.link.online()[1] == lives[1]
 
 
+@pytest.mark.long
 def test_a_killed_server_app_is_started_again_and_says_what_was_lost(two: Federation, answers: Answers) -> None:
     two.wait_online()
     answers.slow.clear()
@@ -96,6 +100,7 @@ def test_a_killed_server_app_is_started_again_and_says_what_was_lost(two: Federa
     assert two.ask_until_answered(1, "train", b"y") == expected("b", "train", b"y")
 
 
+@pytest.mark.long
 def test_a_killed_superlink_is_started_again_with_its_keys(two: Federation, answers: Answers) -> None:
     two.wait_online()
     answers.slow.clear()
@@ -109,6 +114,7 @@ def test_a_killed_superlink_is_started_again_with_its_keys(two: Federation, answ
     assert two.ask_until_answered(0, "train", b"z") == expected("a", "train", b"z")
 
 
+@pytest.mark.long
 def test_a_key_that_is_not_listed_is_refused(two: Federation, tmp_path: Path) -> None:
     two.wait_online()
     write_site_key(tmp_path / "c.key", "c")
@@ -125,6 +131,7 @@ def test_a_key_that_is_not_listed_is_refused(two: Federation, tmp_path: Path) ->
     assert two.ask_until_answered(1, "status", b"") == expected("b", "status", b"")
 
 
+@pytest.mark.long
 def test_only_this_machine_reaches_flowers_control(two: Federation) -> None:
     """uvicorn takes the header's address for the client's where the request comes from a local proxy, as here."""
     two.wait_online()
@@ -146,6 +153,7 @@ def test_only_this_machine_reaches_flowers_control(two: Federation) -> None:
     assert status("/v1/fleet/pull-messages", **other) == 415  # the SuperLink's own: no message of a node
 
 
+@pytest.mark.long
 def test_flowers_own_supernode_works_with_the_app(two: Federation, tmp_path: Path) -> None:
     """flower-supernode in place of fedllm's node: it runs the ClientApp of the folder `app`."""
     two.wait_online()
@@ -164,6 +172,7 @@ def test_flowers_own_supernode_works_with_the_app(two: Federation, tmp_path: Pat
         two.sites.nodes["b"] = start_node(site)
 
 
+@pytest.mark.long
 def test_no_log_has_a_secret(two: Federation) -> None:
     two.wait_online()
     secrets = [path.read_text().splitlines()[1:-1] for path in two.folder.parent.rglob("*.key")]
@@ -173,6 +182,7 @@ def test_no_log_has_a_secret(two: Federation) -> None:
     assert not [line for lines in secrets for line in lines for log in logs if line in log]
 
 
+@pytest.mark.long
 def test_the_end_leaves_no_process(answers: Answers, tmp_path: Path) -> None:
     one = Federation(tmp_path, answers.handle)
     one.wait_online()
@@ -208,6 +218,7 @@ def test_flower_reports_nothing_to_others(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(flower_folder()) in found["PATH"]
 
 
+@pytest.mark.long
 def test_flwr_run_typed_by_hand_trains(tiny: Path, tmp_path: Path) -> None:
     """Without `fedllm serve` the ServerApp starts the rounds itself."""
     by_hand = ByHand(tiny, tmp_path)

@@ -26,7 +26,7 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", ["fadamgc", "localadamw"])
+@pytest.mark.parametrize("algorithm", ["fadamgc", pytest.param("localadamw", marks=pytest.mark.long)])
 def test_a_run_whose_flower_processes_are_killed_equals_the_simulation(
     tiny: Path, tmp_path: Path, algorithm: str
 ) -> None:

@@ -80,7 +80,8 @@ def test_sites_killed_at_every_moment(three: Path, tmp_path: Path, processes: Si
     overrides = [*OVERRIDES, "federation.rounds=7", "deployment={sites: 3, deadline: 300, patience: 300}"]
     recipe = recipe_of(three / "recipe.yaml", overrides, tmp_path / "deployed")
     found = serve(recipe, LocalLink(processes.sockets))
-    assert processes.starts == 3 + len(MOMENTS)
+    # The last kill comes after its answer was sent, perhaps after the end of the run.
+    assert 3 + len(MOMENTS) - 1 <= processes.starts <= 3 + len(MOMENTS)
     assert apart(found, simulated(three / "recipe.yaml", overrides, tmp_path / "simulated")) <= 1e-6
     assert all(line["missing"] == [] and line["rejected"] == {} for line in found.metrics)
 

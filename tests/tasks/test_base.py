@@ -23,10 +23,9 @@ TELLING = {
         for name in (
             "batch_reader",
             "learned_places",
-            "pass_memory",
             "plain_model",
-            "problem",
             "stacked_step",
+            "token_losses",
         )
     ),
     *(f"problems/lora/{name}.py" for name in ("compatibility", "frozen_head", "readout")),

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bits
 from fedllm import load_recipe, run_recipe
 from fedllm.data.loading import load_dataset
 from fedllm.experiment.build import Job, assemble
-from fedllm.federation.local_training import _train
+from fedllm.federation.local_training import train_together
 from fedllm.federation.rounds import Plan, run_round, start
 from fedllm.federation.sampling import sample
 from fedllm.federation.state import FederationState
@@ -66,7 +66,7 @@ def test_bfloat16_stays_close_to_float32_and_all_state_is_float32(tiny: Path, se
 def test_bfloat16_uploads_and_gradients_are_float32(tiny: Path, setting: str) -> None:
     built = job(tiny, setting)
     federation = start(built.setup)
-    found = _train(built.setup, federation, [0, 1], [1, 1], {0}, lambda active: None)
+    found = train_together(built.setup, federation, [0, 1], [1, 1], {0}, lambda active: None)
     assert found.losses is not None
     values = (found.losses, *found.local.values(), *found.uploads.sent.values(), *found.uploads.kept.values())
     assert {value.dtype for value in values} == {torch.float32}
