@@ -21,7 +21,7 @@ from fedllm.aggregation.reduction import WeightedMean
 from fedllm.aggregation.settings import PLAIN, UploadsSettings
 from fedllm.aggregation.upload_checks import faults
 from fedllm.aggregation.uploads import Declared, Uploads
-from fedllm.algorithms.base import Algorithm
+from fedllm.algorithms.base import Algorithm, RoundInfo
 from fedllm.common.tensors import State
 
 
@@ -68,7 +68,7 @@ class Pipeline:
     """
 
     steps: tuple[UploadStep, ...] = (FiniteCheck(),)
-    reduction: Callable[[Algorithm, Declared, torch.device], WeightedMean] = WeightedMean
+    reduction: Callable[[Algorithm, Declared, RoundInfo, torch.device], WeightedMean] = WeightedMean
     settings: UploadsSettings = PLAIN
 
     @classmethod

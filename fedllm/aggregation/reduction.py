@@ -18,11 +18,11 @@ from fedllm.common.tensors import State
 class WeightedMean:
     """The weighted mean of the uploads, and the plain sum of the tracked ones, by running float64 sums.
 
-    The sums {name: [length]} and counts {name: number} of all parts of a round are added before `result` is called. A
-    reduction that needs every client's row can give each row its own place in `sums`.
+    info: the facts of the round. The sums {name: [length]} and counts {name: number} of all parts of a round are added
+    before `result` is called. A reduction that needs every client's row can give each row its own place in `sums`.
     """
 
-    def __init__(self, alg: Algorithm, declared: Declared, device: torch.device) -> None:
+    def __init__(self, alg: Algorithm, declared: Declared, info: RoundInfo, device: torch.device) -> None:
         self._tracked_names = list(alg.tracked_uploads())
         self._dtype = declared.dtype
         self.sums: State = {

@@ -76,7 +76,8 @@ class Server:
         if self.buffers is not None:
             sent = {**self._declared.sent, BUFFERS: len(self.buffers)}
             self._declared = replace(self._declared, sent=sent)
-        self._reduction = self._pipeline.reduction(self.algorithm, self._declared, self.x.device)
+        info = replace(self.info, index=self.round)
+        self._reduction = self._pipeline.reduction(self.algorithm, self._declared, info, self.x.device)
         self._receipts: dict[int, str] = {}
         self.rejected: dict[int, str] = {}
 

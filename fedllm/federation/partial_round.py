@@ -38,7 +38,7 @@ class PartialRound:
     @classmethod
     def empty(cls, setup: Setup, x: Tensor) -> PartialRound:
         """Before any client has been trained."""
-        reduction = setup.pipeline.reduction(setup.algorithm, setup.declared(x), x.device)
+        reduction = setup.pipeline.reduction(setup.algorithm, setup.declared(x), setup.info, x.device)
         return cls(reduction, Drift(setup.algorithm, x))
 
     def note(self) -> dict[str, Any]:
