@@ -53,7 +53,7 @@ def add_recipe(parser: CommandParser) -> None:
     parser.add_argument(
         "recipe",
         type=find_recipe,
-        help="a recipe's YAML file; in a folder without recipes/, recipes/quickstart.yaml and others are the installed ones",
+        help="a recipe's YAML file; recipes/quickstart.yaml and others are found outside a clone, too",
     )
     add_overrides(parser, "for example algorithm.lr=3e-4; null returns a key to its default")
 
