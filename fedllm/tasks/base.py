@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedllm.data.loading import Split
     from fedllm.data.samples import Samples
     from fedllm.tasks.heads import Head
+    from fedllm.tasks.loss_settings import LossSettings
 
 LOSS = "eval_loss"  # the name of an evaluation's loss, beside a task's scores
 PERPLEXITY = "perplexity"
@@ -83,6 +84,13 @@ class Task(ABC):
     @abstractmethod
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample [n], differentiable in the outputs [n, L] of the model's head; targets [n]."""
+
+    def set_loss(self, settings: LossSettings, counts: Sequence[Sequence[int]] | None) -> None:
+        """Takes the loss of local steps that `settings` ask for; raises UserError where a task has no choice.
+
+        counts: see class_counts, of all clients; None where their samples are not here.
+        """
+        raise UserError(f"loss: found settings, but the loss of {self.describe()} has none; leave the section out")
 
     @abstractmethod
     def evaluate(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:

@@ -16,6 +16,7 @@ from fedllm.data.tokenization import Tokens, tokenize
 from fedllm.tasks.base import LOSS, Task
 from fedllm.tasks.class_loss import ClassLoss
 from fedllm.tasks.heads import sequence_head
+from fedllm.tasks.loss_settings import LossSettings
 from fedllm.tasks.metrics import METRICS, NO_ANSWER, Scores, TaskMetric
 
 
@@ -37,6 +38,10 @@ class Classification(Task):
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(outputs, targets)
+
+    def set_loss(self, settings: LossSettings, counts: Sequence[Sequence[int]] | None) -> None:
+        found = None if counts is None else [sum(of_class) for of_class in zip(*counts, strict=True)]
+        self.loss = ClassLoss(settings.weights(self.classes, found), settings.label_smoothing, settings.focal)
 
     def evaluate(self, outputs: Tensor, targets: Tensor) -> Scores:
         loss = float(F.cross_entropy(outputs, targets))

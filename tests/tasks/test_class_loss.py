@@ -124,4 +124,4 @@ def test_a_run_trains_with_its_loss(tiny: Path, tmp_path: Path) -> None:
 def test_a_regression_has_no_such_loss(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data.regression=true", "loss.focal=2", "partition={scheme: iid, alpha: null}"]
     assert main(["run", str(tiny / "recipe.yaml"), "--dry-run", *words]) == 2
-    assert "loss: train is a regression, whose loss has no settings" in capsys.readouterr().err
+    assert "loss: found settings, but the loss of a regression has none" in capsys.readouterr().err
