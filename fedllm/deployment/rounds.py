@@ -17,11 +17,11 @@ from fedllm.federation.rounds import RoundReport
 
 @dataclass
 class _Received:
-    """What the sites of a round sent. losses: of the accepted, in the order of their coming. bytes_up: of all tensors,
+    """What the sites of a round sent. losses: of the accepted ones. bytes_up: of all tensors,
     most_up: of the largest upload. seconds: of the slowest site's local steps."""
 
     drift: Drift | None
-    losses: list[float] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
     bytes_up: int = 0
     most_up: int = 0
     seconds: float = 0.0
@@ -53,16 +53,17 @@ def deployed_round(
             progress(steps * len(server.accepted), steps * len(clients))
         return why
 
-    heard = sites.ask("train", clients, order, take, min_clients)
+    heard = sites.ask("train", clients, order, take, max(min_clients, server.fewest))
     require_enough(len(heard.accepted), min_clients, heard.missing | heard.refused, index)
+    left_out = server.left_out()
     drift = _drift(server, received)
     server.aggregate(min_clients)
-    losses = received.losses
+    losses = [loss for site, loss in received.losses.items() if site not in left_out]
     return RoundReport(
         clients=list(clients),
         tracked=list(tracked),
         train_loss=sum(losses) / len(losses) if losses else None,
-        rejected=heard.refused,
+        rejected=heard.refused | left_out,
         most_steps=steps,
         bytes_up=received.bytes_up,
         bytes_down=down * (len(heard.accepted) + len(heard.refused)),
@@ -99,7 +100,8 @@ def _add(server: Server, received: _Received, site: int, body: bytes, tracked: b
     if why := server.add(upload, client=site):
         return why
     received.seconds = max(received.seconds, answer.seconds)
-    received.losses += [] if answer.loss is None else [answer.loss]
+    if answer.loss is not None:
+        received.losses[site] = answer.loss
     _measure(server, received, upload)
     return None
 

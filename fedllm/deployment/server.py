@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedllm.aggregation.pipeline import Pipeline
 from fedllm.aggregation.reduction import aggregate, require_enough
-from fedllm.aggregation.settings import PLAIN, UploadsSettings
+from fedllm.aggregation.settings import MEAN, PLAIN, RobustSettings, UploadsSettings
 from fedllm.aggregation.upload_checks import fault
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, lengths
@@ -43,7 +43,8 @@ class Server:
     reason, in the current round. counted: client -> receipt of its last upload that counted. gradient: the mean [d] of
     all N clients' full gradients at x (see client.full_gradient), if the algorithm needs it. To continue from another
     state, set round, x and state. uploads: what happens to the vectors that clients send, as at the clients.
-    buffers [b]: of a model with batch norm, the mean of what the clients sent last.
+    robust: how the uploads are reduced; clients do not need to know. buffers [b]: of a model with batch norm, the mean
+    of what the clients sent last.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Server:
         gradient: Tensor | None = None,
         buffers: Buffers | None = None,
         uploads: UploadsSettings = PLAIN,
+        robust: RobustSettings = MEAN,
     ) -> None:
         self.algorithm, self.info = algorithm, info
         if not isinstance(x, Tensor) or x.shape != (info.blocks.dim,) or x.dtype not in _DTYPES:
@@ -68,7 +70,10 @@ class Server:
         self._buffers = buffers
         self.buffers = None if buffers is None else buffers.initial.to(self.x)
         self.counted: dict[int, str] = {}
-        self._pipeline = Pipeline.of(uploads, algorithm, seed=0)  # it draws nothing: a server only reads
+        if why := robust.misfit(algorithm, info.sampled, info.tracked):
+            raise UserError(why)
+        self._robust = robust
+        self._pipeline = Pipeline.of(uploads, algorithm, 0, robust)  # it draws nothing: a server only reads
         self._open()
 
     def _open(self) -> None:
@@ -115,9 +120,21 @@ class Server:
         """The clients whose uploads of this round were accepted."""
         return list(self._receipts)
 
+    @property
+    def fewest(self) -> int:
+        """The accepted uploads without which `robust` makes no result of a round."""
+        return 1 if self._robust.faulty is None else self._robust.least(self._robust.faulty)
+
+    def left_out(self) -> dict[int, str]:
+        """The clients with an accepted upload that `aggregate` would leave out, each with the reason, see `robust`.
+
+        Raises RunError for fewer uploads than the rule needs. More may be added afterwards."""
+        return self._reduction.settle(len(self.rejected))
+
     def mean_update(self) -> Tensor:
-        """The mean [d] (float64) of the updates d_i that were accepted in this round, by the aggregation's weights."""
-        return self._reduction.sums["d"] / self._reduction.counts["weight"]
+        """The update [d] (float64) that stands for those accepted in this round: their mean, by the aggregation's
+        weights, or what the robust rule makes of them after `left_out`."""
+        return self._reduction.mean_update()
 
     def update_of(self, upload: Upload) -> Tensor:
         """d [1, d] of an upload that was accepted."""
@@ -158,7 +175,9 @@ class Server:
             tracked=torch.tensor([[upload.tracked]], device=self.x.device),
         )
         weight = 1 if self.algorithm.weights == "uniform" else samples
-        self._reduction.add(Uploads(sent, {}), rows, [0], self.x.new_tensor([weight], dtype=torch.float64))
+        self._reduction.add(
+            Uploads(sent, {}, clients=[client]), rows, [0], self.x.new_tensor([weight], dtype=torch.float64)
+        )
         self._receipts[client] = upload.receipt
         self.rejected.pop(client, None)
         return None
@@ -216,14 +235,15 @@ class Server:
     def aggregate(self, min_clients: int = 1) -> Tensor:
         """Ends the round and returns the next global model [d].
 
-        Raises RunError if fewer than min_clients uploads were accepted or the result is not finite. The round then
-        stays open."""
-        require_enough(self._reduction.clients, min_clients, self.rejected, self.round)
+        The clients of `left_out` do not count. Raises RunError if fewer than min_clients uploads were accepted or the
+        result is not finite. The round then stays open."""
+        left_out = self.left_out()
+        require_enough(self._reduction.clients, min_clients, self.rejected | left_out, self.round)
         info = replace(self.info, index=self.round)
         reduced = self._reduction.result()
         self.x, self.state = aggregate(self.algorithm, self.x, self.state, reduced, info)
         self.buffers = reduced.mean.get(BUFFERS)
-        self.counted |= self._receipts
+        self.counted |= {client: receipt for client, receipt in self._receipts.items() if client not in left_out}
         self.round += 1
         self._open()
         return self.x

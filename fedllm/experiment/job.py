@@ -62,7 +62,8 @@ class Job:
     @property
     def setup(self) -> Setup:
         """The objects that every round uses."""
-        pipeline = Pipeline.of(self.recipe.uploads, self.algorithm, self.recipe.run.seed)
+        recipe = self.recipe
+        pipeline = Pipeline.of(recipe.uploads, self.algorithm, recipe.run.seed, recipe.robust)
         return Setup(self.algorithm, self.problem, self.info, pipeline)
 
     @property

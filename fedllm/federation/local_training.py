@@ -100,6 +100,7 @@ def _count(
         part.reduction.add(uploads, trained.rows, good, _weights(alg, setup.problem, accepted, state.x))
         part.drift.add(state.x, trained.local, good)
         part.staged |= state.clients.stage(accepted, {name: value[good] for name, value in uploads.kept.items()})
+        part.accepted += accepted
         part.losses += [] if trained.losses is None else trained.losses[good].tolist()
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fedllm.aggregation.base import Reduction
 from fedllm.aggregation.drift import Drift, measures, spread_terms
-from fedllm.aggregation.reduction import WeightedMean
 from fedllm.federation.client_states import ClientVectors
 from fedllm.federation.executor import Executor, describe
 from fedllm.federation.setup import Setup
@@ -20,14 +19,16 @@ from fedllm.federation.setup import Setup
 class PartialRound:
     """The sums and records of some of a round's clients.
 
-    staged: vectors that the accepted clients keep. losses: the mean over the steps, of each accepted client. rejected:
-    client -> reason. bytes_up: of all uploads; most_up: of the largest. slowest: seconds of the slowest client, see
-    RoundReport. forced: clients trained together after memory ran out, see HalvingBatches; None if it did not.
+    staged: vectors that the accepted clients keep. accepted: these clients. losses: the mean over the steps, of each of
+    them, or none. rejected: client -> reason. bytes_up: of all uploads; most_up: of the largest. slowest: seconds of
+    the slowest client, see RoundReport. forced: clients trained together after memory ran out, see HalvingBatches; None
+    if it did not.
     """
 
-    reduction: WeightedMean
+    reduction: Reduction
     drift: Drift
     staged: dict[int, ClientVectors] = field(default_factory=dict)
+    accepted: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)
     bytes_up: int = 0
@@ -44,8 +45,9 @@ class PartialRound:
     def note(self) -> dict[str, Any]:
         """Everything except the vectors, as plain data for the other processes."""
         return {
-            "counts": self.reduction.counts,
+            "reduction": self.reduction.note(),
             "drift": self.drift.counts,
+            "accepted": self.accepted,
             "losses": self.losses,
             "rejected": list(self.rejected.items()),
             "bytes_up": self.bytes_up,
@@ -57,13 +59,22 @@ class PartialRound:
 
     def add(self, note: dict[str, Any]) -> None:
         """Adds another part's records, without its vectors."""
-        for name, count in note["counts"].items():
-            self.reduction.counts[name] += count
+        self.reduction.add_note(note["reduction"])
+        self.accepted += note["accepted"]
         self.losses += note["losses"]
         self.rejected |= dict(note["rejected"])
         self.bytes_up += note["bytes_up"]
         self.most_up, self.slowest = max(self.most_up, note["most_up"]), max(self.slowest, note["slowest"])
         self.forced = min((size for size in (self.forced, note["forced"]) if size), default=None)
+
+    def leave_out(self, clients: Mapping[int, str]) -> dict[int, ClientVectors]:
+        """Rejects these clients, which were accepted before, each with the reason. Returns what they had staged."""
+        if self.losses:
+            pairs = zip(self.accepted, self.losses, strict=True)
+            self.losses = [loss for client, loss in pairs if client not in clients]
+        self.accepted = [client for client in self.accepted if client not in clients]
+        self.rejected |= clients
+        return {client: self.staged.pop(client) for client in clients if client in self.staged}
 
 
 def in_order(notes: Sequence[Sequence[Any]], count: int) -> list[Any]:
@@ -81,11 +92,8 @@ def join(
     whole = PartialRound.empty(setup, x)
     for note in notes:
         whole.add(note)
-    names = list(whole.reduction.sums)
-    flat = torch.cat([whole.reduction.sums[name] for name in names])
-    total = executor.sum_parts([torch.cat([p.reduction.sums[n] for n in names]) for p in mine], len(notes), flat)
-    sizes = [len(whole.reduction.sums[name]) for name in names]
-    whole.reduction.sums = dict(zip(names, torch.split(total, sizes), strict=True))
+    parts = [part.reduction for part in mine]
+    whole.reduction.join(parts, lambda own, like: executor.sum_parts(own, len(notes), like))
     for part in mine:
         whole.staged |= part.staged
     return whole
@@ -97,7 +105,7 @@ def drift_of(
     """The drift of the joined round. Between processes only scalars travel, except for the second moments."""
     counts = {name: sum(note["drift"][name] for note in notes) for name in notes[0]["drift"]}
     if (updates := whole.drift.updates) is None:
-        mean_update = whole.reduction.sums["d"] / whole.reduction.counts["weight"]
+        mean_update = whole.reduction.mean_update()
     else:
         parts = [part.drift.updates for part in mine if part.drift.updates is not None]
         mean_update = executor.sum_parts(parts, len(notes), updates) / counts["clients"]

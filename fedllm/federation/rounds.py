@@ -134,11 +134,15 @@ def run_round(
     notes = in_order(gathered, len(parts))
     with section("reduce"):
         whole = join(setup, state.x, mine, notes, executor)
+        left_out = whole.reduction.settle(len(whole.rejected))
+        dropped = whole.leave_out(left_out)
         require_enough(whole.reduction.clients, plan.min_clients, whole.rejected, info.index)
         reduced = whole.reduction.result()
         x, server = aggregate(alg, state.x, state.server, reduced, info)
         drift = drift_of(whole, mine, notes, executor)
-        executor.publish(state.clients, whole.staged, [[e for note in one for e in note["staged"]] for one in gathered])
+        kept = [[e for note in one for e in note["staged"] if e[0] not in left_out] for one in gathered]
+        executor.publish(state.clients, whole.staged, kept)
+        state.clients.discard(dropped)
     down = state.x.nbytes + sum(state.server[name].nbytes for name in alg.downloads()) + _buffer_bytes(setup, state)
     state.x, state.server, state.round = x, server, info.index + 1
     state.buffers = reduced.mean.get(BUFFERS)
