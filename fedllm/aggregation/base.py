@@ -14,6 +14,25 @@ SumParts = Callable[[list[Tensor], Tensor], Tensor]
 """sum_parts(mine, like): the sum of all parts of a round, in their order, of which this process has `mine`."""
 
 
+Block = tuple[Sequence[int], Tensor]
+"""Clients, and a row of one vector [C, n] for each."""
+
+
+def joined_rows(order: Sequence[int], parts: Sequence[Sequence[Block]], like: Tensor, sum_parts: SumParts) -> Tensor:
+    """The rows [S, n] of the clients of `order`, of all parts of a round. Each row has its own place in the sum of the
+    parts, and zeros in the other parts.
+
+    parts: what each of this process's parts has. like [0, n]: dtype and device of the rows.
+    """
+    place = {client: row for row, client in enumerate(order)}
+    placed = []
+    for part in parts:
+        placed.append(like.new_zeros(len(order), like.shape[1]))
+        for clients, rows in part:
+            placed[-1][[place[client] for client in clients]] = rows
+    return sum_parts(placed, like.new_zeros(len(order), like.shape[1]))
+
+
 class Reduction(Protocol):
     """Takes the accepted uploads of some of a round's clients, is joined with those of the others, and gives a result.
 

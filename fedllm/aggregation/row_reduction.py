@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedllm.aggregation import robust
-from fedllm.aggregation.base import SumParts
+from fedllm.aggregation.base import SumParts, joined_rows
 from fedllm.aggregation.settings import RobustSettings
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows
@@ -59,19 +59,17 @@ class RowReduction:
         self._facts |= {client: (rate, tracked) for client, rate, tracked in note}
 
     def join(self, parts: Sequence[RowReduction], sum_parts: SumParts) -> None:
-        """Each client's row has its own place in the sum of all parts, and zeros in the other parts."""
+        """Takes the rows of all parts."""
         order = sorted(self._facts)
-        place = {client: row for row, client in enumerate(order)}
         joined: State = {}
-        for name, length in self._lengths.items():
-            like = torch.zeros(len(order), length, dtype=self._dtype, device=self._device)
-            mine = []
-            for part in parts:
-                mine.append(torch.zeros_like(like))
-                for clients, rows in part._blocks:
-                    mine[-1][[place[client] for client in clients]] = rows[name]
-            joined[name] = sum_parts(mine, like)
+        for name, empty in self._empty().items():
+            blocks = [[(clients, rows[name]) for clients, rows in part._blocks] for part in parts]
+            joined[name] = joined_rows(order, blocks, empty, sum_parts)
         self._blocks = [(order, joined)]
+
+    def _empty(self) -> State:
+        """No row {name: [0, n]} of each vector."""
+        return {n: torch.zeros(0, size, dtype=self._dtype, device=self._device) for n, size in self._lengths.items()}
 
     def settle(self, rejected: int) -> dict[int, str]:
         """The clients that `robust.norm` and multi_krum leave out, with the reasons."""
@@ -160,11 +158,8 @@ class RowReduction:
         clients = [client for some, _ in self._blocks for client in some]
         if len(self._blocks) != 1 or clients != sorted(clients):
             places = sorted(range(len(clients)), key=lambda place: clients[place])
-            empty = {
-                n: torch.zeros(0, size, dtype=self._dtype, device=self._device) for n, size in self._lengths.items()
-            }
             rows = {
-                name: torch.cat([none, *(of[name] for _, of in self._blocks)])[places] for name, none in empty.items()
+                n: torch.cat([none, *(of[n] for _, of in self._blocks)])[places] for n, none in self._empty().items()
             }
             clients = sorted(clients)
             self._blocks = [(clients, rows)]

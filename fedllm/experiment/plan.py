@@ -8,6 +8,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Column, Table
 
+from fedllm.aggregation.product_gap import MOST_VALUES
 from fedllm.common.errors import cut_name
 from fedllm.data.conversations.sample_view import BEGIN, END, learned_share, marked_text
 from fedllm.data.samples import Samples
@@ -53,6 +54,7 @@ def plan_table(job: Job) -> Table:
         "bytes per round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
         "vectors per round": _vectors(job),
         **_robust(job),
+        **_gap(job),
         "client memory": f"{(frozen_bytes + 4 * state) / 2**20:,.1f} MiB of weights and state; "
         f"{job.algorithm.held_vectors()} vectors as GC Table 6 counts",
         "runs on": f"{processes}{where}, {machine.precision}, {job.stacked_clients} clients together",
@@ -105,6 +107,14 @@ def _robust(job: Job) -> dict[str, str]:
         risks.append(f"{bad} of {info.num_clients}: {chance:.1%}, once in {info.total} rounds {ever:.0%}")
     withstands = f"{settings.rule}, up to {settings.faulty} bad clients of {info.sampled} in a round"
     return {"robust": f"{bound}{withstands}; the chance of more, if there are {'; '.join(risks)}"}
+
+
+def _gap(job: Job) -> dict[str, str]:
+    """That lora_gap is not measured, where that is so."""
+    if job.recipe.lora is None or job.products:
+        return {}
+    most = f"{job.info.sampled} updates of {job.problem.dim:,} values are more than {MOST_VALUES:,}"
+    return {"lora_gap": f"not measured: {most}"}
 
 
 def _memory(job: Job) -> dict[str, str]:

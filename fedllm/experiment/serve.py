@@ -146,7 +146,8 @@ class RealSites:
 
     def train(self, session: Session, clients: Sequence[int], tracked: Sequence[int], plan: Plan) -> RoundReport:
         facts, state, server = session.facts, session.state, self._server
-        report = deployed_round(self._sites, server, facts.run, clients, tracked, plan.min_clients, plan.progress)
+        given = (self._sites, server, facts.run, clients, tracked, plan.min_clients, plan.progress)
+        report = deployed_round(*given, products=plan.products)
         for site in report.missing or ():
             warn(f"round {server.round}: site {site} is missing")
         state.round, state.x, state.server, state.buffers = server.round, server.x, server.state, server.buffers

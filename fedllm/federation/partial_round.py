@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fedllm.aggregation.base import Reduction
+from fedllm.aggregation.base import Block, Reduction, SumParts, joined_rows
 from fedllm.aggregation.drift import Drift, measures, spread_terms
+from fedllm.aggregation.product_gap import Product, product_gap
+from fedllm.algorithms.base import Algorithm
 from fedllm.federation.client_states import ClientVectors
 from fedllm.federation.executor import Executor, describe
 from fedllm.federation.setup import Setup
+from fedllm.problems import checks
+from fedllm.problems.base import Problem
 
 
 @dataclass
@@ -20,9 +25,9 @@ class PartialRound:
     """The sums and records of some of a round's clients.
 
     staged: vectors that the accepted clients keep. accepted: these clients. losses: the mean over the steps, of each of
-    them, or none. rejected: client -> reason. bytes_up: of all uploads; most_up: of the largest. slowest: seconds of
-    the slowest client, see RoundReport. forced: clients trained together after memory ran out, see HalvingBatches; None
-    if it did not.
+    them, or none. updates: their d_i, where they are kept. rejected: client -> reason. left_out: those of them whom the
+    reduction left out. bytes_up: of all uploads; most_up: of the largest. slowest: seconds of the slowest client, see
+    RoundReport. forced: clients trained together after memory ran out, see HalvingBatches; None if it did not.
     """
 
     reduction: Reduction
@@ -30,7 +35,9 @@ class PartialRound:
     staged: dict[int, ClientVectors] = field(default_factory=dict)
     accepted: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    updates: list[Block] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
     bytes_up: int = 0
     most_up: int = 0
     slowest: float = 0.0
@@ -73,6 +80,7 @@ class PartialRound:
             pairs = zip(self.accepted, self.losses, strict=True)
             self.losses = [loss for client, loss in pairs if client not in clients]
         self.accepted = [client for client in self.accepted if client not in clients]
+        self.left_out = [*clients]
         self.rejected |= clients
         return {client: self.staged.pop(client) for client in clients if client in self.staged}
 
@@ -92,11 +100,38 @@ def join(
     whole = PartialRound.empty(setup, x)
     for note in notes:
         whole.add(note)
-    parts = [part.reduction for part in mine]
-    whole.reduction.join(parts, lambda own, like: executor.sum_parts(own, len(notes), like))
+    whole.reduction.join([part.reduction for part in mine], sum_parts(executor, len(notes)))
     for part in mine:
         whole.staged |= part.staged
     return whole
+
+
+def sum_parts(executor: Executor, count: int) -> SumParts:
+    """Sums of what each of the `count` parts of a round has."""
+    return lambda mine, like: executor.sum_parts(mine, count, like)
+
+
+def gap_of(
+    setup: Setup,
+    x: Tensor,
+    whole: PartialRound,
+    mine: Sequence[PartialRound],
+    products: Sequence[Product],
+    add: SumParts,
+) -> float | None:
+    """The gap of these products over the clients that count, see product_gap. x [d]: before the round."""
+    order = sorted({*whole.accepted, *whole.left_out})
+    updates = joined_rows(order, [part.updates for part in mine], x.new_zeros(0, len(x)), add)
+    kept = [client for client in order if client not in whole.left_out]
+    weights = weights_of(setup.algorithm, setup.problem, kept, x)
+    return product_gap(x, updates[[order.index(client) for client in kept]], weights, products)
+
+
+def weights_of(alg: Algorithm, problem: Problem, clients: list[int], x: Tensor) -> Tensor:
+    """The weights [C] (float64) of these clients in means."""
+    if alg.weights == "uniform":
+        return torch.ones(len(clients), dtype=torch.float64, device=x.device)
+    return checks.sizes(problem, clients).to(device=x.device, dtype=torch.float64)
 
 
 def drift_of(

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedllm import QuadraticProblem, load_algorithm
 from fedllm.aggregation.drift import spread_terms
 from fedllm.aggregation.pipeline import Pipeline
+from fedllm.aggregation.product_gap import Product
 from fedllm.aggregation.settings import PLAIN, RobustSettings
 from fedllm.common.errors import RunError, UserError
 from fedllm.config.settings import RunSettings
@@ -136,7 +137,8 @@ def check_robust_rounds_are_those_of_one_process(executor: Collectives) -> None:
         setup = Setup(alg, problem, info, Pipeline.of(PLAIN, alg, 0, robust))
 
         def run(by: Executor, setup: Setup = setup) -> tuple[FederationState, list[RoundReport]]:
-            state, plan = start(setup, parts=4, executor=by), Plan(parts=4, executor=by)
+            state = start(setup, parts=4, executor=by)
+            plan = Plan(parts=4, executor=by, products=[Product(slice(0, 3), slice(3, 6), 1)])
             return state, [run_round(setup, state, *sample(0, t, 8, 6, 6), plan) for t in range(4)]
 
         (alone, expected), (state, found) = run(Executor()), run(executor)
@@ -147,6 +149,7 @@ def check_robust_rounds_are_those_of_one_process(executor: Collectives) -> None:
             assert (ours.rejected, ours.train_loss, ours.drift) == (one.rejected, one.train_loss, one.drift), (
                 robust.rule
             )
+            assert ours.drift["lora_gap"] is not None
             assert bool(one.rejected) == (robust.rule in ("mean", "multi_krum"))
         if executor.rank == 0:
             theirs = state.clients.get(range(8))
