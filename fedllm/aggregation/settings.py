@@ -1,4 +1,4 @@
-"""The recipe sections `uploads:` and `robust:`."""
+"""The recipe sections `uploads:`, `downloads:` and `robust:`."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ class UploadsSettings:
 
 PLAIN = UploadsSettings()
 """Uploads as they are."""
+
+
+@dataclass(frozen=True)
+class DownloadsSettings:
+    """What the server sends to clients."""
+
+    bits: Literal["float32", "bfloat16"] = setting(
+        "float32", "format in which x and the algorithm's vectors travel to clients; clients start from what they read"
+    )
+
+
+EXACT = DownloadsSettings()
+"""Downloads as they are."""
 
 Rule = Literal["mean", "median", "trimmed_mean", "nnm_trimmed_mean", "multi_krum"]
 

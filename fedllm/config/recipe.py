@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fedllm.aggregation.settings import MEAN, RobustSettings, UploadsSettings
+from fedllm.aggregation.settings import MEAN, DownloadsSettings, RobustSettings, UploadsSettings
 from fedllm.algorithms import Algorithm, canonical_name, load_algorithm
 from fedllm.common.errors import UserError
 from fedllm.common.schema import build, key_aliases, keys, nearest, without_nulls
@@ -52,6 +52,7 @@ class Recipe:
     uploads: UploadsSettings
     costs: CostsSettings
     robust: RobustSettings = field(default_factory=RobustSettings)
+    downloads: DownloadsSettings = field(default_factory=DownloadsSettings)
     deployment: DeploymentSettings = field(default_factory=DeploymentSettings)
     notes: tuple[str, ...] = field(default=(), compare=False)
     folder: Path | None = field(default=None, compare=False)
@@ -109,6 +110,7 @@ SECTION_TYPES: dict[str, type] = {
     "eval": EvalSettings,
     "run": RunSettings,
     "uploads": UploadsSettings,
+    "downloads": DownloadsSettings,
     "robust": RobustSettings,
     "costs": CostsSettings,
     "deployment": DeploymentSettings,
@@ -146,6 +148,7 @@ _LATER_KEYS = {
     ("lora", "train"): "AB",
     ("uploads", "clip"): None,
     ("uploads", "bits"): "float32",
+    ("downloads", "bits"): "float32",
     ("robust", "rule"): "mean",
     ("robust", "faulty"): None,
     ("robust", "norm"): None,
@@ -161,10 +164,10 @@ _LATER_KEYS = {
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
 }
-_LATER_SECTIONS = ("uploads", "robust")
+_LATER_SECTIONS = ("uploads", "downloads", "robust")
 _SECTIONS = [
-    "model", "lora", "data", "partition", "algorithm", "federation", "local", "uploads", "robust", "eval", "run",
-    "costs", "deployment",
+    "model", "lora", "data", "partition", "algorithm", "federation", "local", "uploads", "downloads", "robust",
+    "eval", "run", "costs", "deployment",
 ]  # fmt: skip
 
 

@@ -87,7 +87,8 @@ def deployed_round(
 
 def _nbytes(server: Server) -> int:
     """Bytes of the tensors that a site receives."""
-    return server.x.nbytes + sum(value.nbytes for value in server.downloads().values())
+    broadcast = server.broadcast()
+    return broadcast.x.nbytes + sum(value.nbytes for value in broadcast.server.values())
 
 
 def _sends_updates(server: Server) -> bool:

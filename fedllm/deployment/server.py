@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedllm.aggregation.downloads import encode
 from fedllm.aggregation.pipeline import Pipeline
 from fedllm.aggregation.reduction import aggregate, require_enough
-from fedllm.aggregation.settings import MEAN, PLAIN, RobustSettings, UploadsSettings
+from fedllm.aggregation.settings import EXACT, MEAN, PLAIN, DownloadsSettings, RobustSettings, UploadsSettings
 from fedllm.aggregation.upload_checks import fault
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, lengths
@@ -27,7 +28,7 @@ from fedllm.common import tensor_file
 from fedllm.common.errors import UserError
 from fedllm.common.tensors import State, under
 from fedllm.deployment.client import require_gradient
-from fedllm.deployment.messages import Broadcast, Upload, disagreement, terms
+from fedllm.deployment.messages import Broadcast, Terms, Upload, disagreement, terms
 from fedllm.federation.setup import BUFFERS
 from fedllm.problems.base import Buffers
 
@@ -42,9 +43,9 @@ class Server:
     With the same clients it computes the same sums as `simulate`. round: the current round, from 0. rejected: client ->
     reason, in the current round. counted: client -> receipt of its last upload that counted. gradient: the mean [d] of
     all N clients' full gradients at x (see client.full_gradient), if the algorithm needs it. To continue from another
-    state, set round, x and state. uploads: what happens to the vectors that clients send, as at the clients.
-    robust: how the uploads are reduced; clients do not need to know. buffers [b]: of a model with batch norm, the mean
-    of what the clients sent last.
+    state, set round, x and state. uploads, downloads: what happens to the vectors that clients send and receive, as at
+    the clients. robust: how the uploads are reduced; clients do not need to know. buffers [b]: of a model with batch
+    norm, the mean of what the clients sent last.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Server:
         buffers: Buffers | None = None,
         uploads: UploadsSettings = PLAIN,
         robust: RobustSettings = MEAN,
+        downloads: DownloadsSettings = EXACT,
     ) -> None:
         self.algorithm, self.info = algorithm, info
         if not isinstance(x, Tensor) or x.shape != (info.blocks.dim,) or x.dtype not in _DTYPES:
@@ -72,7 +74,7 @@ class Server:
         self.counted: dict[int, str] = {}
         if why := robust.misfit(algorithm, info.sampled, info.tracked):
             raise UserError(why)
-        self._robust = robust
+        self._robust, self._sent_as = robust, downloads
         self._pipeline = Pipeline.of(uploads, algorithm, 0, robust)  # it draws nothing: a server only reads
         self._open()
 
@@ -93,15 +95,19 @@ class Server:
         if client is not None and (why := self._unknown_client(client)):
             raise UserError(why)
         server = self.downloads()
+        x, *_ = encode({"": self.x}, [""], self._sent_as).values()
         counted = None if client is None else self.counted.get(client, "")
         return Broadcast(
             self.round,
-            self.x,
-            server,
-            terms(self.algorithm, self.info, self._pipeline.settings),
+            x,
+            encode(server, self.algorithm.downloads(), self._sent_as),
+            self._terms(),
             counted,
             self._start(),
         )
+
+    def _terms(self) -> Terms:
+        return terms(self.algorithm, self.info, self._pipeline.settings, self._sent_as)
 
     def downloads(self) -> State:
         """The vectors that a client receives beside x, by name."""
@@ -256,7 +262,7 @@ class Server:
         head = {
             "round": self.round,
             "counted": counted,
-            "terms": terms(self.algorithm, self.info, self._pipeline.settings),
+            "terms": self._terms(),
         }
         beside = {} if self.buffers is None else {BUFFERS: self.buffers}
         tensors = {"x": self.x, **beside, **{f"server/{name}": value for name, value in self.state.items()}}
@@ -269,7 +275,7 @@ class Server:
         head, tensors = tensor_file.read(path)
         if head.keys() != {"round", "counted", "terms"}:
             raise UserError(f"{path}: found {sorted(head)}, expected what Server.save writes")
-        if why := disagreement(head["terms"], terms(self.algorithm, self.info, self._pipeline.settings)):
+        if why := disagreement(head["terms"], self._terms()):
             raise UserError(f"{path}: {why}; the file is of another federation")
         kept = lengths(self.algorithm.server_vectors(), self.x, self.info)
         vectors = {f"server/{name}": size for name, size in kept.items()}

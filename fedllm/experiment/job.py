@@ -66,7 +66,7 @@ class Job:
         """The objects that every round uses."""
         recipe = self.recipe
         pipeline = Pipeline.of(recipe.uploads, self.algorithm, recipe.run.seed, recipe.robust)
-        return Setup(self.algorithm, self.problem, self.info, pipeline)
+        return Setup(self.algorithm, self.problem, self.info, pipeline, recipe.downloads)
 
     @property
     def products(self) -> tuple[Product, ...]:

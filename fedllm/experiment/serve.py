@@ -120,9 +120,15 @@ class RealSites:
         job, facts, state = session.job, session.facts, session.state
         facts.run = facts.run or uuid.uuid4().hex
         info = replace(job.info, model=fingerprint(job.model))
-        uploads, robust = job.recipe.uploads, job.recipe.robust
-        given = (job.algorithm, state.x, info)
-        self._server = Server(*given, buffers=job.problem.buffers, uploads=uploads, robust=robust)
+        self._server = Server(
+            job.algorithm,
+            state.x,
+            info,
+            buffers=job.problem.buffers,
+            uploads=job.recipe.uploads,
+            robust=job.recipe.robust,
+            downloads=job.recipe.downloads,
+        )
         self._server.round, self._server.state = state.round, state.server
         self._server.buffers = state.buffers
         self._server.counted = {int(site): receipt for site, receipt in facts.counted.items()}

@@ -7,14 +7,16 @@ determine what each of them computes, and the order in which the results are add
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fedllm.aggregation.downloads import as_read, encode
 from fedllm.aggregation.product_gap import Product
 from fedllm.aggregation.reduction import aggregate, require_enough
+from fedllm.aggregation.settings import EXACT
 from fedllm.common.profiling import section
 from fedllm.federation.client_states import ClientVectors
 from fedllm.federation.executor import Executor, Note, describe
@@ -130,8 +132,10 @@ def run_round(
     parts = deal(steps, plan.parts)
     executor.fetch(state.clients, {client: n % executor.size for n, part in enumerate(parts) for client in part})
 
+    sent, down = _sent(setup, state)
+
     def work() -> tuple[list[PartialRound], Note]:
-        mine = _train_parts(setup, state, [{c: steps[c] for c in part} for part in executor.own(parts)], tracked, plan)
+        mine = _train_parts(setup, sent, [{c: steps[c] for c in part} for part in executor.own(parts)], tracked, plan)
         return mine, [part.note() for part in mine]
 
     doing = _doing(f"training in round {info.index + 1}", parts, executor)
@@ -150,7 +154,6 @@ def run_round(
         kept = [[e for note in one for e in note["staged"] if e[0] not in left_out] for one in gathered]
         executor.publish(state.clients, whole.staged, kept)
         state.clients.discard(dropped)
-    down = state.x.nbytes + sum(state.server[name].nbytes for name in alg.downloads()) + _buffer_bytes(setup, state)
     state.x, state.server, state.round = x, server, info.index + 1
     state.buffers = reduced.mean.get(BUFFERS)
     return RoundReport(
@@ -166,6 +169,17 @@ def run_round(
         drift=drift,
         forced=whole.forced,
     )
+
+
+def _sent(setup: Setup, state: FederationState) -> tuple[FederationState, int]:
+    """The state as clients read it, and the bytes that one of them receives."""
+    names, settings = setup.algorithm.downloads(), setup.downloads
+    vectors = {"": state.x, **{name: state.server[name] for name in names}}
+    down = sum(value.nbytes for value in encode(vectors, vectors, settings).values()) + _buffer_bytes(setup, state)
+    if settings == EXACT:
+        return state, down
+    found = as_read(vectors, vectors, settings)
+    return replace(state, x=found.pop(""), server=state.server | found), down
 
 
 def _buffer_bytes(setup: Setup, state: FederationState) -> int:
