@@ -44,9 +44,10 @@ def product_gap(x: Tensor, updates: Tensor, weights: Tensor, products: Sequence[
         mean_a = (share * a).sum(0)
         left = (share * (b - mean_b)).transpose(0, 1).flatten(1)  # [out, S rank]
         right = (a - mean_a).flatten(0, 1)  # [S rank, in]
-        gap += _square(left, right)
-        move += _square(torch.cat([left, B + mean_b, mean_b], dim=1), torch.cat([right, mean_a, A]))
-    return (gap / move) ** 0.5 if move > 0 else None
+        inner = _inner(torch.cat([left, B + mean_b, mean_b], dim=1), torch.cat([right, mean_a, A]))
+        gap += float(inner[: len(right), : len(right)].sum())
+        move += float(inner.sum())
+    return (max(gap, 0.0) / move) ** 0.5 if move > 0 else None
 
 
 def _matrices(x: Tensor, updates: Tensor, where: slice, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -54,6 +55,7 @@ def _matrices(x: Tensor, updates: Tensor, where: slice, shape: tuple[int, int]) 
     return x[where].double().view(shape), updates[:, where].double().view(len(updates), *shape)
 
 
-def _square(left: Tensor, right: Tensor) -> float:
-    """|left right|^2, the sum over the elementwise product of left'left and right right'."""
-    return max(0.0, float(((left.mT @ left) * (right @ right.mT)).sum()))
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    """left'left times right right' by elements [n, n], whose sum is |left right|^2; that of its corner [k, k] is the
+    same of the first k columns and rows."""
+    return (left.mT @ left) * (right @ right.mT)
