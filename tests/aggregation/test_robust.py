@@ -83,6 +83,22 @@ def test_the_order_of_the_rows_changes_no_bit_of_a_rule_by_coordinate() -> None:
     assert torch.equal(found.sort().values, robust.krum_scores(robust.squared_distances(other), 2).sort().values)
 
 
+@pytest.mark.parametrize("lie", [0.0, -10.0, 1e9])
+def test_bad_clients_reach_no_further_than_the_page_says(lie: float) -> None:
+    """docs/guides/robustness.md: between the honest values, and near the honest mean."""
+    honest = 1 + 0.5 * torch.randn(8, 300, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    rows = torch.cat([honest[:4], lie * honest.mean(0, keepdim=True).expand(3, -1), honest[4:]])
+    for found in (robust.median(rows), robust.trimmed_mean(rows, 3)):
+        assert bool(((honest.min(0).values <= found) & (found <= honest.max(0).values)).all())
+    variance = float((honest - honest.mean(0)).square().sum(1).mean())
+    near = robust.nnm_trimmed_mean(rows, robust.squared_distances(rows), 3)
+    assert float((near - honest.mean(0)).square().sum()) <= 3 / 11 * 2 * variance
+    kept = robust.multi_krum(robust.krum_scores(robust.squared_distances(rows), 3), 3)
+    assert len(kept) == 8
+    if lie == 1e9:
+        assert kept == [0, 1, 2, 3, 7, 8, 9, 10]
+
+
 def test_a_small_vector_counts_as_much_as_a_large_one() -> None:
     """A client that lies in a vector of small numbers alone is farthest from the others."""
     rng = torch.Generator().manual_seed(3)
