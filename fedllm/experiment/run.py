@@ -30,7 +30,7 @@ from fedllm.experiment.records import run_result
 from fedllm.experiment.resume import OtherRunError, check_folder
 from fedllm.experiment.round_source import RoundSource
 from fedllm.experiment.run_lock import RunInUseError, run_lock
-from fedllm.experiment.session import CLIENTS, Session, is_complete, open_session
+from fedllm.experiment.session import CLIENTS, Session, ended_by, open_session
 from fedllm.experiment.stopping import StopRequests, stop_requests
 from fedllm.experiment.trackers import require_installed
 from fedllm.experiment.trained_files import save_trained
@@ -180,6 +180,10 @@ def _finish(session: Session) -> RunResult:
     say(f"{session.folder}: {final} after {session.state.round} rounds", "bold")
     trained = job.recipe.trained_folder
     say(f"{trained} in {session.folder / trained}, curves in {session.folder / 'curves.png'}")
+    if result["ended_by"] == "patience":
+        best = result["best"].get(session.best_by)
+        since = f", which was {best['value']:.4f} in round {best['round']}" if best else ""
+        say(f"ended after {job.recipe.eval.patience} evaluations without a better {session.best_by}{since}")
     _warn_of_missed_target(session, result)
     return RunResult(session.folder, result, session.metrics)
 
@@ -209,7 +213,8 @@ def _write_result(session: Session, compared: dict[str, Any]) -> dict[str, Any]:
         card = model_card(job.recipe, job.backbone, job.task, trained)
         save_trained(job.recipe, job.model, folder / job.recipe.trained_folder, job.backbone, card)
         write_answers(job, session.state.x, folder)
-        result = run_result(job, session.state, session.metrics, session.facts) | compared
+        ended = {"best_by": session.best_by, "ended_by": ended_by(job.recipe, session.best_by, session.metrics)}
+        result = run_result(job, session.state, session.metrics, session.facts) | ended | compared
         shutil.rmtree(folder / CLIENTS, ignore_errors=True)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")
         _plot(folder)
@@ -239,6 +244,7 @@ def _read_finished(folder: Path, recipe: Recipe) -> list[Any] | None:
         raise RunError(f"{error}; {advice}") from error
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]
-    if not is_complete(recipe, metrics):
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    if ended_by(recipe, recipe.eval.metric or result["primary"], metrics) is None:
         return None
-    return [json.loads((folder / "result.json").read_text(encoding="utf-8")), metrics]
+    return [result, metrics]
