@@ -19,7 +19,7 @@ from fedllm.experiment.full_memory import FullNeed
 from fedllm.experiment.job import Job
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
-from fedllm.federation.costs import client_memory, traffic, vectors_per_round
+from fedllm.federation.costs import client_memory, round_bytes, vectors_per_round
 from fedllm.federation.sampling import chance_of_more
 from fedllm.models.quantization import frozen_size
 from fedllm.problems.full.problem import FullProblem
@@ -32,7 +32,7 @@ def plan_table(job: Job) -> Table:
     """The plan of a run as a table: sizes, memory and communication. It is the output of --dry-run."""
     recipe, info, machine = job.recipe, job.info, job.machine
     settings, dim = recipe.algorithm, job.problem.dim
-    sent = traffic(job.algorithm, info, job.problem.dim, buffers=job.problem.buffers)
+    up, down = round_bytes(job.setup, job.problem.initial())
     frozen, frozen_bytes = frozen_size(job.model, dim)
     state = sum(client_memory(job.algorithm, info, dim, 0).values())
     processes = f"{machine.processes} processes, each on " if machine.processes > 1 else ""
@@ -51,7 +51,7 @@ def plan_table(job: Job) -> Table:
         **(_deployment(job) if _serves(job) else _sizes(job)),
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
-        "bytes per round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
+        "bytes per round": f"{up:,} up, {down:,} down",
         "vectors per round": _vectors(job),
         **_robust(job),
         **_gap(job),
