@@ -28,6 +28,7 @@ from fedllm.config.trained_weights import misfit_of_weights
 from fedllm.config.yaml_layers import KeyRules, read_layers, require_keys_of_no_null
 from fedllm.data.settings import OF_CONVERSATIONS, DataSettings, PartitionSettings
 from fedllm.models.settings import LoraSettings, ModelSettings
+from fedllm.tasks.loss_settings import LossSettings
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Recipe:
     costs: CostsSettings
     robust: RobustSettings = field(default_factory=RobustSettings)
     downloads: DownloadsSettings = field(default_factory=DownloadsSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
     deployment: DeploymentSettings = field(default_factory=DeploymentSettings)
     notes: tuple[str, ...] = field(default=(), compare=False)
     folder: Path | None = field(default=None, compare=False)
@@ -107,6 +109,7 @@ SECTION_TYPES: dict[str, type] = {
     "partition": PartitionSettings,
     "federation": FederationSettings,
     "local": LocalSettings,
+    "loss": LossSettings,
     "eval": EvalSettings,
     "run": RunSettings,
     "uploads": UploadsSettings,
@@ -146,6 +149,9 @@ _LATER_KEYS = {
     ("model", "head"): "new",
     ("model", "norm"): "average",
     ("lora", "train"): "AB",
+    ("loss", "class_weights"): None,
+    ("loss", "label_smoothing"): 0.0,
+    ("loss", "focal"): 0.0,
     ("uploads", "clip"): None,
     ("uploads", "bits"): "float32",
     ("downloads", "bits"): "float32",
@@ -167,9 +173,9 @@ _LATER_KEYS = {
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
 }
-_LATER_SECTIONS = ("uploads", "downloads", "robust")
+_LATER_SECTIONS = ("loss", "uploads", "downloads", "robust")
 _SECTIONS = [
-    "model", "lora", "data", "partition", "algorithm", "federation", "local", "uploads", "downloads", "robust",
+    "model", "lora", "data", "partition", "algorithm", "federation", "local", "loss", "uploads", "downloads", "robust",
     "eval", "run", "costs", "deployment",
 ]  # fmt: skip
 

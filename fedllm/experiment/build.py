@@ -21,7 +21,7 @@ from fedllm.data.client_batches import ClientBatches
 from fedllm.data.conversations.templates import keep_template
 from fedllm.data.loading import Dataset
 from fedllm.data.samples import Samples
-from fedllm.experiment.build_checks import check_evaluation, check_length
+from fedllm.experiment.build_checks import check_evaluation, check_length, set_loss
 from fedllm.experiment.build_problem import build_problem, clients_together
 from fedllm.experiment.job import Job
 from fedllm.experiment.machine import Machine, find_machine
@@ -75,6 +75,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1,
     recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
     tokens = _tokenize(recipe, dataset, task, backbone, cache)
     dataset, parts, train, validation = settle_samples(dataset, parts, tokens)
+    set_loss(recipe, task, dataset, parts if party.trains_all else None)
     party.require_samples(parts, recipe)
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs

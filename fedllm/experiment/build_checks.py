@@ -1,4 +1,4 @@
-"""Checks that the parts of a recipe fit together, once its data and its model are read."""
+"""Checks that the parts of a recipe fit together, once data and model are read, and fits the loss to the data."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from fedllm.config.recipe import Recipe
 from fedllm.data.loading import Dataset
 from fedllm.models.loading import Backbone
 from fedllm.tasks.base import LOSS, Task
+from fedllm.tasks.class_loss import ClassLoss
+from fedllm.tasks.loss_settings import PLAIN
+from fedllm.tasks.sequence_classification import Classification
 
 
 def check_evaluation(recipe: Recipe, task: Task, dataset: Dataset) -> None:
@@ -44,3 +47,14 @@ def check_length(recipe: Recipe, backbone: Backbone) -> None:
         raise UserError(
             f"data.max_length: found {recipe.data.max_length}, but {recipe.model.name} has {limit} positions"
         )
+
+
+def set_loss(recipe: Recipe, task: Task, dataset: Dataset, parts: list[np.ndarray] | None) -> None:
+    """Gives the task the loss of `loss:`. parts: the samples of each client; None where they are not all here."""
+    settings = recipe.loss
+    if settings == PLAIN:
+        return
+    if not isinstance(task, Classification):
+        raise UserError(f"loss: {dataset.name} is {task.describe()}, whose loss has no settings; leave the section out")
+    found = None if parts is None else np.array(task.class_counts(dataset.train, parts)).sum(axis=0).tolist()
+    task.loss = ClassLoss(settings.weights(task.classes, found), settings.label_smoothing, settings.focal)

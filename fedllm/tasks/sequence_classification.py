@@ -14,6 +14,7 @@ from fedllm.common.tensors import shortest
 from fedllm.data.loading import Split
 from fedllm.data.tokenization import Tokens, tokenize
 from fedllm.tasks.base import LOSS, Task
+from fedllm.tasks.class_loss import ClassLoss
 from fedllm.tasks.heads import sequence_head
 from fedllm.tasks.metrics import METRICS, NO_ANSWER, Scores, TaskMetric
 
@@ -21,20 +22,21 @@ from fedllm.tasks.metrics import METRICS, NO_ANSWER, Scores, TaskMetric
 class Classification(Task):
     """One of C classes per sample; the loss is the cross-entropy.
 
-    classes: their C names in the order of their ids. metric: a key of metrics.METRICS.
+    classes: their C names in the order of their ids. metric: a key of metrics.METRICS. loss: that of local steps.
 
     Outputs are logits [n, C], targets int64 ids [n]. A sample whose logits are not all numbers counts as wrong.
     """
 
     def __init__(self, classes: Sequence[str], metric: str) -> None:
         self.classes = tuple(classes)
+        self.loss = ClassLoss()
         self._metric, self.metric_names = metric, METRICS[metric][0]
 
     def describe(self) -> str:
         return f"{len(self.classes)} classes"
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, targets, reduction="none")
+        return self.loss(outputs, targets)
 
     def evaluate(self, outputs: Tensor, targets: Tensor) -> Scores:
         loss = float(F.cross_entropy(outputs, targets))
