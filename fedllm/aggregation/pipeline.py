@@ -11,17 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from fedllm.aggregation.base import Reduction
 from fedllm.aggregation.clipping import Clip
 from fedllm.aggregation.compression import Rounding, format_of, from_wire, sent_bytes, to_wire
 from fedllm.aggregation.reduction import WeightedMean
-from fedllm.aggregation.settings import PLAIN, UploadsSettings
+from fedllm.aggregation.row_reduction import RowReduction
+from fedllm.aggregation.settings import MEAN, PLAIN, RobustSettings, UploadsSettings
 from fedllm.aggregation.upload_checks import faults
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo
+from fedllm.common.errors import UserError
 from fedllm.common.tensors import State
 
 
@@ -68,21 +72,25 @@ class Pipeline:
     """
 
     steps: tuple[UploadStep, ...] = (FiniteCheck(),)
-    reduction: Callable[[Algorithm, Declared, RoundInfo, torch.device], WeightedMean] = WeightedMean
+    reduction: Callable[[Algorithm, Declared, RoundInfo, torch.device], Reduction] = WeightedMean
     settings: UploadsSettings = PLAIN
 
     @classmethod
-    def of(cls, settings: UploadsSettings, algorithm: Algorithm, seed: int) -> Pipeline:
-        """The pipeline of a recipe. seed: run.seed. Raises UserError for a norm of a vector that is not sent."""
+    def of(cls, settings: UploadsSettings, algorithm: Algorithm, seed: int, robust: RobustSettings = MEAN) -> Pipeline:
+        """The pipeline of a recipe. seed: run.seed. Raises UserError for a norm of a vector that is not sent, and for a
+        robust rule that does not fit the algorithm."""
+        if why := robust.misfit(algorithm, None):
+            raise UserError(why)
+        reduction = WeightedMean if robust == MEAN else partial(RowReduction, robust)
         if settings == PLAIN:
-            return cls()
+            return cls(reduction=reduction)
         steps: list[UploadStep] = []
         clipping = Clip(settings.norms(algorithm))
         steps += [clipping] if clipping.norms else []
         if settings.bits != "float32":
             steps += [Rounding(settings.bits, seed)]
             steps += [clipping] if clipping.norms else []  # rounding may lengthen a vector
-        return cls((FiniteCheck(), *steps, KeepWhatWasSent(algorithm)), settings=settings)
+        return cls((FiniteCheck(), *steps, KeepWhatWasSent(algorithm)), reduction, settings)
 
     def wire(self, uploads: Uploads, names: Iterable[str]) -> State:
         """The tensors that travel for the vectors `names` of one client, after `send`."""

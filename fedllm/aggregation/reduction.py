@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedllm.aggregation.base import SumParts
 from fedllm.aggregation.upload_checks import misfit
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo, Rows, lengths
@@ -19,7 +20,7 @@ class WeightedMean:
     """The weighted mean of the uploads, and the plain sum of the tracked ones, by running float64 sums.
 
     info: the facts of the round. The sums {name: [length]} and counts {name: number} of all parts of a round are added
-    before `result` is called. A reduction that needs every client's row can give each row its own place in `sums`.
+    before `result` is called.
     """
 
     def __init__(self, alg: Algorithm, declared: Declared, info: RoundInfo, device: torch.device) -> None:
@@ -45,6 +46,30 @@ class WeightedMean:
     def clients(self) -> int:
         """Clients added so far."""
         return int(self.counts["clients"])
+
+    def note(self) -> dict[str, float]:
+        """The counts."""
+        return self.counts
+
+    def add_note(self, note: Mapping[str, float]) -> None:
+        """Adds the counts of a part of the round."""
+        for name, count in note.items():
+            self.counts[name] += count
+
+    def join(self, parts: Sequence[WeightedMean], sum_parts: SumParts) -> None:
+        """Adds the sums of all parts. parts: those of this process."""
+        names, sizes = list(self.sums), [len(value) for value in self.sums.values()]
+        flat = torch.cat(list(self.sums.values()))
+        total = sum_parts([torch.cat([part.sums[name] for name in names]) for part in parts], flat)
+        self.sums = dict(zip(names, torch.split(total, sizes), strict=True))
+
+    def settle(self, rejected: int) -> dict[int, str]:
+        """Leaves nobody out."""
+        return {}
+
+    def mean_update(self) -> Tensor:
+        """The mean [d] (float64) of the updates d_i."""
+        return self.sums["d"] / self.counts["weight"]
 
     def result(self) -> Reduced:
         """The means and totals, in x's dtype."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fedllm.aggregation.settings import UploadsSettings
+from fedllm.aggregation.settings import MEAN, DownloadsSettings, RobustSettings, UploadsSettings
 from fedllm.algorithms import Algorithm, canonical_name, load_algorithm
 from fedllm.common.errors import UserError
 from fedllm.common.schema import build, key_aliases, keys, nearest, without_nulls
@@ -52,19 +52,35 @@ class Recipe:
     run: RunSettings
     uploads: UploadsSettings
     costs: CostsSettings
+    robust: RobustSettings = field(default_factory=RobustSettings)
+    downloads: DownloadsSettings = field(default_factory=DownloadsSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     deployment: DeploymentSettings = field(default_factory=DeploymentSettings)
     notes: tuple[str, ...] = field(default=(), compare=False)
     folder: Path | None = field(default=None, compare=False)
 
     def for_clients(self, count: int) -> Recipe:
-        """The recipe with the clients per round that it has with `count` clients, where it does not give them."""
-        if self.federation.clients_per_round is not None:
-            return self
-        try:
-            return replace(self, federation=replace(self.federation, clients_per_round=min(SAMPLED, count)))
-        except UserError as error:
-            raise UserError(f"federation.{error}, of {count} clients") from error
+        """The recipe with the clients per round that it has with `count` clients, where it does not give them.
+
+        Raises UserError where these are too few for other settings."""
+        recipe = self
+        if self.federation.clients_per_round is None:
+            try:
+                federation = replace(self.federation, clients_per_round=min(SAMPLED, count))
+            except UserError as error:
+                raise UserError(f"federation.{error}, of {count} clients") from error
+            recipe = replace(self, federation=federation)
+        recipe.require_robust()
+        return recipe
+
+    def require_robust(self) -> None:
+        """Raises UserError where the section `robust` does not fit the algorithm or the clients per round."""
+        federation = self.federation
+        if self.robust == MEAN:
+            return
+        given = (federation.clients_per_round, federation.tracked_per_round)
+        if why := self.robust.misfit(self.load_algorithm(), *given):
+            raise UserError(why)
 
     @property
     def trained_folder(self) -> str:
@@ -97,6 +113,8 @@ SECTION_TYPES: dict[str, type] = {
     "eval": EvalSettings,
     "run": RunSettings,
     "uploads": UploadsSettings,
+    "downloads": DownloadsSettings,
+    "robust": RobustSettings,
     "costs": CostsSettings,
     "deployment": DeploymentSettings,
 }
@@ -136,6 +154,10 @@ _LATER_KEYS = {
     ("loss", "focal"): 0.0,
     ("uploads", "clip"): None,
     ("uploads", "bits"): "float32",
+    ("downloads", "bits"): "float32",
+    ("robust", "rule"): "mean",
+    ("robust", "faulty"): None,
+    ("robust", "norm"): None,
     ("costs", "seconds_per_step"): None,
     ("data", "task"): "classification",
     **{("data", key): None for key in OF_CONVERSATIONS},
@@ -151,10 +173,10 @@ _LATER_KEYS = {
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
 }
-_LATER_SECTIONS = ("loss", "uploads")
+_LATER_SECTIONS = ("loss", "uploads", "downloads", "robust")
 _SECTIONS = [
-    "model", "lora", "data", "partition", "algorithm", "federation", "local", "loss", "uploads", "eval", "run", "costs",
-    "deployment",
+    "model", "lora", "data", "partition", "algorithm", "federation", "local", "loss", "uploads", "downloads", "robust",
+    "eval", "run", "costs", "deployment",
 ]  # fmt: skip
 
 
@@ -213,10 +235,10 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
             recipe.uploads.norms(recipe.load_algorithm())
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-    if (count := recipe.partition.known_clients) is None:
-        return recipe
     try:
-        return recipe.for_clients(count)
+        recipe.require_robust()
+        count = recipe.partition.known_clients
+        return recipe if count is None else recipe.for_clients(count)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedllm.aggregation.settings import PLAIN, UploadsSettings
+from fedllm.aggregation.settings import EXACT, PLAIN, DownloadsSettings, UploadsSettings
 from fedllm.aggregation.upload_checks import fault, misfit
 from fedllm.algorithms.base import Algorithm, RoundInfo, lengths
 from fedllm.blocks import BlockPartition, RoleError, partition
@@ -42,9 +42,9 @@ class Client:
     info: must equal the server's, see model_info. If the algorithm sends block means and info has no blocks, the blocks
     of `model` are used. samples: number of samples that the site holds, for `weights: size`. gradient: the full local
     gradient [d] at x0 (see full_gradient), required under `tracking_init: gradient`. state: the vectors of an earlier
-    session; None for a new client. uploads: what happens to the vectors that are sent, as at the server. number: the
-    client's, 0 to N - 1, on which the random rounding of `uploads.bits` depends. Raises UserError if any of these does
-    not fit.
+    session; None for a new client. uploads, downloads: what happens to the vectors that are sent and received, as at
+    the server. number: the client's, 0 to N - 1, on which the random rounding of `uploads.bits` depends. Raises
+    UserError if any of these does not fit.
 
     The client stores the states before and after each upload of a round. The next broadcast, made by
     `server.broadcast(client)`, names the last upload that counted, and the client restores its state, see Ledger.
@@ -60,10 +60,11 @@ class Client:
         gradient: Tensor | None = None,
         state: State | None = None,
         uploads: UploadsSettings = PLAIN,
+        downloads: DownloadsSettings = EXACT,
         number: int = 0,
     ) -> None:
         self.model, self.algorithm, self.samples = model, algorithm, int(samples)
-        self.uploads, self.number = uploads, number
+        self.uploads, self.downloads, self.number = uploads, downloads, number
         x = ParameterSpace.of(model).gather(model)
         if info.blocks.dim != len(x):
             raise UserError(
@@ -100,11 +101,11 @@ class Client:
         broadcast names as the last counted. The client is then as before."""
         x = ParameterSpace.of(self.model).gather(self.model)
         check_broadcast(
-            broadcast, x, self.algorithm, self.info, uploads=self.uploads
+            broadcast, x, self.algorithm, self.info, uploads=self.uploads, downloads=self.downloads
         )  # before the state follows what it says
         self._settle(broadcast)
         given = (self.model, self.algorithm, self.info, broadcast, self.state, steps)
-        return FederatedOptimizer(*given, uploads=self.uploads, number=self.number)
+        return FederatedOptimizer(*given, uploads=self.uploads, downloads=self.downloads, number=self.number)
 
     def finish(self, optimizer: FederatedOptimizer, tracked: bool = True) -> Upload:
         """Ends the round: stores the client's new vectors and returns its upload.
@@ -120,11 +121,11 @@ class Client:
 
     def save(self, path: str | Path) -> None:
         """Writes the client's states to a file, atomically. Raises RunError if the file cannot be written."""
-        self._ledger.save(path, terms(self.algorithm, self.info, self.uploads))
+        self._ledger.save(path, terms(self.algorithm, self.info, self.uploads, self.downloads))
 
     def load(self, path: str | Path) -> None:
         """Restores what `save` wrote. Raises UserError, naming the file, if it is damaged or of another federation."""
-        self._ledger.load(path, terms(self.algorithm, self.info, self.uploads))
+        self._ledger.load(path, terms(self.algorithm, self.info, self.uploads, self.downloads))
 
     def fit(
         self,

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fedllm.aggregation.settings import PLAIN, UploadsSettings
+from fedllm.aggregation.downloads import travel_dtype
+from fedllm.aggregation.settings import EXACT, PLAIN, DownloadsSettings, UploadsSettings
 from fedllm.aggregation.upload_checks import fault
 from fedllm.algorithms.base import Algorithm, RoundInfo, lengths
 from fedllm.common import tensor_file
@@ -125,9 +126,14 @@ def _require_head(cls: type[Broadcast] | type[Upload], head: Mapping[str, Any], 
         raise UserError(f"found a head with {sorted(head)}, expected {sorted(expected)}, as {cls.__name__} has it")
 
 
-def terms(algorithm: Algorithm, info: RoundInfo, uploads: UploadsSettings = PLAIN) -> Terms:
+def terms(
+    algorithm: Algorithm,
+    info: RoundInfo,
+    uploads: UploadsSettings = PLAIN,
+    downloads: DownloadsSettings = EXACT,
+) -> Terms:
     """The values that must be equal on server and clients, in JSON types: algorithm, settings, federation, model, and
-    what happens to uploads."""
+    what happens to uploads and downloads."""
     found = {
         "algorithm": type(algorithm).__name__,
         **{f"algorithm.{name}": value for name, value in asdict(algorithm).items()},
@@ -138,6 +144,7 @@ def terms(algorithm: Algorithm, info: RoundInfo, uploads: UploadsSettings = PLAI
         "local_steps": info.local_steps,
         "model": info.model,
         **{f"uploads.{name}": value for name, value in asdict(uploads).items()},
+        **{f"downloads.{name}": value for name, value in asdict(downloads).items()},
     }
     plain: Terms = json.loads(json.dumps(found, default=str))
     return plain
@@ -168,22 +175,25 @@ def check_broadcast(
     info: RoundInfo,
     beside: Mapping[str, int] | None = None,
     uploads: UploadsSettings = PLAIN,
+    downloads: DownloadsSettings = EXACT,
 ) -> None:
     """Raises UserError unless the broadcast's round is in the run, its terms agree, and x and the downloads fit the
-    model's size and dtype. beside: other vectors that it must have, with their numbers of values."""
+    model's size and the format of `downloads`. beside: other vectors that it must have, with their numbers of values,
+    in the model's dtype."""
     if not isinstance(broadcast.round, int) or not 0 <= broadcast.round < info.total:
         raise UserError(
             f"broadcast round: found {broadcast.round}, expected 0 to {info.total - 1}, the rounds of the run"
         )
-    if why := disagreement(broadcast.terms, terms(algorithm, info, uploads)):
+    if why := disagreement(broadcast.terms, terms(algorithm, info, uploads, downloads)):
         raise UserError(
             f"broadcast of round {broadcast.round}: {why}; give the server and this client the same load_algorithm "
             "and model_info"
         )
     unused = algorithm.server_vectors().keys() - algorithm.downloads().keys()  # allowed in a broadcast, and ignored
     found = {"x": broadcast.x} | {name: value for name, value in broadcast.server.items() if name not in unused}
-    expected = {"x": len(x)} | lengths(algorithm.downloads(), x, info) | (dict(beside) if beside else {})
-    if why := fault(found, expected, x.dtype):
+    expected = {"x": len(x)} | lengths(algorithm.downloads(), x, info)
+    other = {name: found.pop(name) for name in beside or () if name in found}
+    if why := fault(found, expected, travel_dtype(x.dtype, downloads)) or fault(other, beside or {}, x.dtype):
         raise UserError(
             f"broadcast of round {broadcast.round}: {why}; send what Server.broadcast() gives, of a "
             "Server that was made with this client's info"

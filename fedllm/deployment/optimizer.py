@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedllm.aggregation.pipeline import Pipeline
-from fedllm.aggregation.settings import PLAIN, UploadsSettings
+from fedllm.aggregation.settings import EXACT, PLAIN, DownloadsSettings, UploadsSettings
 from fedllm.aggregation.upload_checks import misfit
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, clip
@@ -37,7 +37,7 @@ class FederatedOptimizer(torch.optim.Optimizer):
     state_dict contains the unfinished local round. So resume_from_checkpoint continues the round, after `begin` with
     the same broadcast.
 
-    uploads, number: see Client.
+    uploads, downloads, number: see Client.
 
     Raises UserError for a broadcast that does not fit the model or the algorithm, naming the tensor.
     """
@@ -52,19 +52,20 @@ class FederatedOptimizer(torch.optim.Optimizer):
         steps: int,
         *,
         uploads: UploadsSettings = PLAIN,
+        downloads: DownloadsSettings = EXACT,
         number: int = 0,
     ) -> None:
         self.space = ParameterSpace.of(model)
         start = self.space.gather(model)
-        check_broadcast(broadcast, start, algorithm, info, uploads=uploads)
+        check_broadcast(broadcast, start, algorithm, info, uploads=uploads, downloads=downloads)
         self._uploads, self._number = uploads, number
         if not isinstance(steps, int) or not 1 <= steps <= info.local_steps:
             raise UserError(f"steps: found {steps!r}, expected 1 to {info.local_steps}, the federation's local steps")
         algorithm.check(info, [steps])
         super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": algorithm.base_rate(info)})
         self._model, self._algorithm, self._client = model, algorithm, _on(start, client)
-        server = {name: broadcast.server[name] for name in algorithm.downloads()}
-        self._broadcast = broadcast = replace(broadcast, x=broadcast.x.to(start), server=_on(start, server))
+        server = {name: broadcast.server[name].to(start) for name in algorithm.downloads()}
+        self._broadcast = broadcast = replace(broadcast, x=broadcast.x.to(start), server=server)
         self._info = replace(info, index=broadcast.round, blocks=info.blocks.to(start.device))
         self._rates = algorithm.rates(torch.tensor([steps]), self._info).to(broadcast.x)
         self._rate_sum = torch.zeros_like(self._rates[:, :1])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from fedllm.aggregation.drift import Drift, measures
+from fedllm.aggregation.product_gap import Product, product_gap
 from fedllm.aggregation.reduction import require_enough
 from fedllm.common.errors import UserError
 from fedllm.deployment.asking import Sites
@@ -17,11 +21,13 @@ from fedllm.federation.rounds import RoundReport
 
 @dataclass
 class _Received:
-    """What the sites of a round sent. losses: of the accepted, in the order of their coming. bytes_up: of all tensors,
+    """What the sites of a round sent. losses: of the accepted ones. updates: their d
+    [1, d] and their samples, where they are kept. bytes_up: of all tensors,
     most_up: of the largest upload. seconds: of the slowest site's local steps."""
 
     drift: Drift | None
-    losses: list[float] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    updates: dict[int, tuple[Tensor, int]] | None = None
     bytes_up: int = 0
     most_up: int = 0
     seconds: float = 0.0
@@ -35,14 +41,17 @@ def deployed_round(
     tracked: Sequence[int],
     min_clients: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    products: Sequence[Product] = (),
 ) -> RoundReport:
     """Asks the sampled sites to train, and aggregates. run: see Announcement. progress(done, total): local steps.
+    products: see Plan.
 
     Raises RunError, with each site's reason, if fewer than min_clients uploads were accepted within the round's time.
     The server is then as before the round.
     """
     steps, index, down = server.info.local_steps, server.round, _nbytes(server)
     received = _Received(Drift(server.algorithm, server.x, moments=False) if _sends_updates(server) else None)
+    received.updates = {} if products else None
 
     def order(site: int) -> bytes:
         return TrainOrder(run, server.broadcast(site), site in tracked).to_bytes()
@@ -53,16 +62,19 @@ def deployed_round(
             progress(steps * len(server.accepted), steps * len(clients))
         return why
 
-    heard = sites.ask("train", clients, order, take, min_clients)
+    heard = sites.ask("train", clients, order, take, max(min_clients, server.fewest))
     require_enough(len(heard.accepted), min_clients, heard.missing | heard.refused, index)
+    left_out = server.left_out()
     drift = _drift(server, received)
+    if products:
+        drift["lora_gap"] = _gap(server, received, left_out, products)
     server.aggregate(min_clients)
-    losses = received.losses
+    losses = [loss for site, loss in received.losses.items() if site not in left_out]
     return RoundReport(
         clients=list(clients),
         tracked=list(tracked),
         train_loss=sum(losses) / len(losses) if losses else None,
-        rejected=heard.refused,
+        rejected=heard.refused | left_out,
         most_steps=steps,
         bytes_up=received.bytes_up,
         bytes_down=down * (len(heard.accepted) + len(heard.refused)),
@@ -75,7 +87,8 @@ def deployed_round(
 
 def _nbytes(server: Server) -> int:
     """Bytes of the tensors that a site receives."""
-    return server.x.nbytes + sum(value.nbytes for value in server.downloads().values())
+    broadcast = server.broadcast()
+    return broadcast.x.nbytes + sum(value.nbytes for value in broadcast.server.values())
 
 
 def _sends_updates(server: Server) -> bool:
@@ -99,8 +112,11 @@ def _add(server: Server, received: _Received, site: int, body: bytes, tracked: b
     if why := server.add(upload, client=site):
         return why
     received.seconds = max(received.seconds, answer.seconds)
-    received.losses += [] if answer.loss is None else [answer.loss]
+    if answer.loss is not None:
+        received.losses[site] = answer.loss
     _measure(server, received, upload)
+    if received.updates is not None:
+        received.updates[site] = server.update_of(upload), upload.samples
     return None
 
 
@@ -115,6 +131,14 @@ def _drift(server: Server, received: _Received) -> dict[str, float | None]:
         return {}
     mean = server.mean_update()
     return measures(received.drift.counts, mean, received.drift.along(mean), None)
+
+
+def _gap(server: Server, received: _Received, left_out: Mapping[int, str], products: Sequence[Product]) -> float | None:
+    """The gap of these products over the sites that count, see product_gap."""
+    found = {site: each for site, each in sorted((received.updates or {}).items()) if site not in left_out}
+    sizes = [samples if server.algorithm.weights == "size" else 1 for _, samples in found.values()]
+    updates = torch.cat([update for update, _ in found.values()]) if found else server.x.new_zeros(0, len(server.x))
+    return product_gap(server.x, updates, torch.tensor(sizes), products)
 
 
 def site_scores(sites: Sites, server: Server, run: str, names: Sequence[str]) -> dict[int, Scores]:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedllm.aggregation.downloads import encode
 from fedllm.aggregation.pipeline import Pipeline
 from fedllm.aggregation.reduction import aggregate, require_enough
-from fedllm.aggregation.settings import PLAIN, UploadsSettings
+from fedllm.aggregation.settings import EXACT, MEAN, PLAIN, DownloadsSettings, RobustSettings, UploadsSettings
 from fedllm.aggregation.upload_checks import fault
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, lengths
@@ -27,7 +28,7 @@ from fedllm.common import tensor_file
 from fedllm.common.errors import UserError
 from fedllm.common.tensors import State, under
 from fedllm.deployment.client import require_gradient
-from fedllm.deployment.messages import Broadcast, Upload, disagreement, terms
+from fedllm.deployment.messages import Broadcast, Terms, Upload, disagreement, terms
 from fedllm.federation.setup import BUFFERS
 from fedllm.problems.base import Buffers
 
@@ -42,8 +43,9 @@ class Server:
     With the same clients it computes the same sums as `simulate`. round: the current round, from 0. rejected: client ->
     reason, in the current round. counted: client -> receipt of its last upload that counted. gradient: the mean [d] of
     all N clients' full gradients at x (see client.full_gradient), if the algorithm needs it. To continue from another
-    state, set round, x and state. uploads: what happens to the vectors that clients send, as at the clients.
-    buffers [b]: of a model with batch norm, the mean of what the clients sent last.
+    state, set round, x and state. uploads, downloads: what happens to the vectors that clients send and receive, as at
+    the clients. robust: how the uploads are reduced; clients do not need to know. buffers [b]: of a model with batch
+    norm, the mean of what the clients sent last.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Server:
         gradient: Tensor | None = None,
         buffers: Buffers | None = None,
         uploads: UploadsSettings = PLAIN,
+        robust: RobustSettings = MEAN,
+        downloads: DownloadsSettings = EXACT,
     ) -> None:
         self.algorithm, self.info = algorithm, info
         if not isinstance(x, Tensor) or x.shape != (info.blocks.dim,) or x.dtype not in _DTYPES:
@@ -68,7 +72,10 @@ class Server:
         self._buffers = buffers
         self.buffers = None if buffers is None else buffers.initial.to(self.x)
         self.counted: dict[int, str] = {}
-        self._pipeline = Pipeline.of(uploads, algorithm, seed=0)  # it draws nothing: a server only reads
+        if why := robust.misfit(algorithm, info.sampled, info.tracked):
+            raise UserError(why)
+        self._robust, self._sent_as = robust, downloads
+        self._pipeline = Pipeline.of(uploads, algorithm, 0, robust)  # it draws nothing: a server only reads
         self._open()
 
     def _open(self) -> None:
@@ -88,15 +95,19 @@ class Server:
         if client is not None and (why := self._unknown_client(client)):
             raise UserError(why)
         server = self.downloads()
+        x, *_ = encode({"": self.x}, [""], self._sent_as).values()
         counted = None if client is None else self.counted.get(client, "")
         return Broadcast(
             self.round,
-            self.x,
-            server,
-            terms(self.algorithm, self.info, self._pipeline.settings),
+            x,
+            encode(server, self.algorithm.downloads(), self._sent_as),
+            self._terms(),
             counted,
             self._start(),
         )
+
+    def _terms(self) -> Terms:
+        return terms(self.algorithm, self.info, self._pipeline.settings, self._sent_as)
 
     def downloads(self) -> State:
         """The vectors that a client receives beside x, by name."""
@@ -115,9 +126,21 @@ class Server:
         """The clients whose uploads of this round were accepted."""
         return list(self._receipts)
 
+    @property
+    def fewest(self) -> int:
+        """The accepted uploads without which `robust` makes no result of a round."""
+        return 1 if self._robust.faulty is None else self._robust.least(self._robust.faulty)
+
+    def left_out(self) -> dict[int, str]:
+        """The clients with an accepted upload that `aggregate` would leave out, each with the reason, see `robust`.
+
+        Raises RunError for fewer uploads than the rule needs. More may be added afterwards."""
+        return self._reduction.settle(len(self.rejected))
+
     def mean_update(self) -> Tensor:
-        """The mean [d] (float64) of the updates d_i that were accepted in this round, by the aggregation's weights."""
-        return self._reduction.sums["d"] / self._reduction.counts["weight"]
+        """The update [d] (float64) that stands for those accepted in this round: their mean, by the aggregation's
+        weights, or what the robust rule makes of them after `left_out`."""
+        return self._reduction.mean_update()
 
     def update_of(self, upload: Upload) -> Tensor:
         """d [1, d] of an upload that was accepted."""
@@ -158,7 +181,9 @@ class Server:
             tracked=torch.tensor([[upload.tracked]], device=self.x.device),
         )
         weight = 1 if self.algorithm.weights == "uniform" else samples
-        self._reduction.add(Uploads(sent, {}), rows, [0], self.x.new_tensor([weight], dtype=torch.float64))
+        self._reduction.add(
+            Uploads(sent, {}, clients=[client]), rows, [0], self.x.new_tensor([weight], dtype=torch.float64)
+        )
         self._receipts[client] = upload.receipt
         self.rejected.pop(client, None)
         return None
@@ -216,14 +241,15 @@ class Server:
     def aggregate(self, min_clients: int = 1) -> Tensor:
         """Ends the round and returns the next global model [d].
 
-        Raises RunError if fewer than min_clients uploads were accepted or the result is not finite. The round then
-        stays open."""
-        require_enough(self._reduction.clients, min_clients, self.rejected, self.round)
+        The clients of `left_out` do not count. Raises RunError if fewer than min_clients uploads were accepted or the
+        result is not finite. The round then stays open."""
+        left_out = self.left_out()
+        require_enough(self._reduction.clients, min_clients, self.rejected | left_out, self.round)
         info = replace(self.info, index=self.round)
         reduced = self._reduction.result()
         self.x, self.state = aggregate(self.algorithm, self.x, self.state, reduced, info)
         self.buffers = reduced.mean.get(BUFFERS)
-        self.counted |= self._receipts
+        self.counted |= {client: receipt for client, receipt in self._receipts.items() if client not in left_out}
         self.round += 1
         self._open()
         return self.x
@@ -236,7 +262,7 @@ class Server:
         head = {
             "round": self.round,
             "counted": counted,
-            "terms": terms(self.algorithm, self.info, self._pipeline.settings),
+            "terms": self._terms(),
         }
         beside = {} if self.buffers is None else {BUFFERS: self.buffers}
         tensors = {"x": self.x, **beside, **{f"server/{name}": value for name, value in self.state.items()}}
@@ -249,7 +275,7 @@ class Server:
         head, tensors = tensor_file.read(path)
         if head.keys() != {"round", "counted", "terms"}:
             raise UserError(f"{path}: found {sorted(head)}, expected what Server.save writes")
-        if why := disagreement(head["terms"], terms(self.algorithm, self.info, self._pipeline.settings)):
+        if why := disagreement(head["terms"], self._terms()):
             raise UserError(f"{path}: {why}; the file is of another federation")
         kept = lengths(self.algorithm.server_vectors(), self.x, self.info)
         vectors = {f"server/{name}": size for name, size in kept.items()}

@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from fedllm.aggregation.pipeline import Pipeline
+from fedllm.aggregation.product_gap import MOST_VALUES, Product
 from fedllm.algorithms import Algorithm
 from fedllm.algorithms.base import RoundInfo
 from fedllm.config.recipe import Recipe
@@ -26,6 +27,7 @@ from fedllm.federation.setup import Setup
 from fedllm.models.all_weights import start_digest
 from fedllm.models.fingerprint import fingerprint
 from fedllm.models.loading import Backbone
+from fedllm.models.lora import lora_products
 from fedllm.problems import checks
 from fedllm.problems.full.problem import FullProblem
 from fedllm.problems.lora.problem import LoraProblem
@@ -62,8 +64,19 @@ class Job:
     @property
     def setup(self) -> Setup:
         """The objects that every round uses."""
-        pipeline = Pipeline.of(self.recipe.uploads, self.algorithm, self.recipe.run.seed)
-        return Setup(self.algorithm, self.problem, self.info, pipeline)
+        recipe = self.recipe
+        pipeline = Pipeline.of(recipe.uploads, self.algorithm, recipe.run.seed, recipe.robust)
+        return Setup(self.algorithm, self.problem, self.info, pipeline, recipe.downloads)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """The products B A whose `lora_gap` is measured; () without adapters, and where the updates of a round's
+        clients are too large to be held together."""
+        if self.recipe.lora is None or "d" not in self.algorithm.uploads():
+            return ()
+        if self.info.sampled * self.problem.dim > MOST_VALUES:
+            return ()
+        return lora_products(self.problem.space)
 
     @property
     def equal_steps(self) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Column, Table
 
+from fedllm.aggregation.product_gap import MOST_VALUES
 from fedllm.common.errors import cut_name
 from fedllm.data.conversations.sample_view import BEGIN, END, learned_share, marked_text
 from fedllm.data.samples import Samples
@@ -18,10 +19,12 @@ from fedllm.experiment.full_memory import FullNeed
 from fedllm.experiment.job import Job
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
-from fedllm.federation.costs import client_memory, traffic, vectors_per_round
+from fedllm.federation.costs import client_memory, round_bytes, vectors_per_round
+from fedllm.federation.sampling import chance_of_more
 from fedllm.models.quantization import frozen_size
 from fedllm.problems.full.problem import FullProblem
 
+_BAD_SHARES = (0.1, 0.2, 0.3)  # of all clients, for the risk of a robust rule
 _CLASSES, _SITES = 10, 5  # the most classes named, and of many sites the largest and the smallest ones
 
 
@@ -29,7 +32,7 @@ def plan_table(job: Job) -> Table:
     """The plan of a run as a table: sizes, memory and communication. It is the output of --dry-run."""
     recipe, info, machine = job.recipe, job.info, job.machine
     settings, dim = recipe.algorithm, job.problem.dim
-    sent = traffic(job.algorithm, info, job.problem.dim, buffers=job.problem.buffers)
+    up, down = round_bytes(job.setup, job.problem.initial())
     frozen, frozen_bytes = frozen_size(job.model, dim)
     state = sum(client_memory(job.algorithm, info, dim, 0).values())
     processes = f"{machine.processes} processes, each on " if machine.processes > 1 else ""
@@ -48,8 +51,10 @@ def plan_table(job: Job) -> Table:
         **(_deployment(job) if _serves(job) else _sizes(job)),
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
-        "bytes per round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
+        "bytes per round": f"{up:,} up, {down:,} down",
         "vectors per round": _vectors(job),
+        **_robust(job),
+        **_gap(job),
         "client memory": f"{(frozen_bytes + 4 * state) / 2**20:,.1f} MiB of weights and state; "
         f"{job.algorithm.held_vectors()} vectors as GC Table 6 counts",
         "runs on": f"{processes}{where}, {machine.precision}, {job.stacked_clients} clients together",
@@ -86,6 +91,30 @@ def _norm(job: Job) -> dict[str, str]:
         return {}
     kept = "each client goes on from its own" if buffers.local else "averaged with the model"
     return {"batch norm": f"{len(buffers.initial):,} running statistics, {kept}"}
+
+
+def _robust(job: Job) -> dict[str, str]:
+    """What the robust rule withstands, and how likely a round has more bad clients than that."""
+    settings, info = job.recipe.robust, job.info
+    bound = "" if settings.norm is None else f"norms up to {settings.norm:g} times the median; "
+    if settings.faulty is None:
+        return {"robust": bound.removesuffix("; ")} if bound else {}
+    risks = []
+    for share in _BAD_SHARES:
+        bad = max(1, round(share * info.num_clients))
+        chance = chance_of_more(settings.faulty, bad, info.num_clients, info.sampled)
+        ever = 1 - (1 - chance) ** info.total
+        risks.append(f"{bad} of {info.num_clients}: {chance:.1%}, once in {info.total} rounds {ever:.0%}")
+    withstands = f"{settings.rule}, up to {settings.faulty} bad clients of {info.sampled} in a round"
+    return {"robust": f"{bound}{withstands}; the chance of more, if there are {'; '.join(risks)}"}
+
+
+def _gap(job: Job) -> dict[str, str]:
+    """That lora_gap is not measured, where that is so."""
+    if job.recipe.lora is None or job.products:
+        return {}
+    most = f"{job.info.sampled} updates of {job.problem.dim:,} values are more than {MOST_VALUES:,}"
+    return {"lora_gap": f"not measured: {most}"}
 
 
 def _memory(job: Job) -> dict[str, str]:

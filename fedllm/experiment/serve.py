@@ -120,7 +120,15 @@ class RealSites:
         job, facts, state = session.job, session.facts, session.state
         facts.run = facts.run or uuid.uuid4().hex
         info = replace(job.info, model=fingerprint(job.model))
-        self._server = Server(job.algorithm, state.x, info, buffers=job.problem.buffers, uploads=job.recipe.uploads)
+        self._server = Server(
+            job.algorithm,
+            state.x,
+            info,
+            buffers=job.problem.buffers,
+            uploads=job.recipe.uploads,
+            robust=job.recipe.robust,
+            downloads=job.recipe.downloads,
+        )
         self._server.round, self._server.state = state.round, state.server
         self._server.buffers = state.buffers
         self._server.counted = {int(site): receipt for site, receipt in facts.counted.items()}
@@ -144,7 +152,8 @@ class RealSites:
 
     def train(self, session: Session, clients: Sequence[int], tracked: Sequence[int], plan: Plan) -> RoundReport:
         facts, state, server = session.facts, session.state, self._server
-        report = deployed_round(self._sites, server, facts.run, clients, tracked, plan.min_clients, plan.progress)
+        given = (self._sites, server, facts.run, clients, tracked, plan.min_clients, plan.progress)
+        report = deployed_round(*given, products=plan.products)
         for site in report.missing or ():
             warn(f"round {server.round}: site {site} is missing")
         state.round, state.x, state.server, state.buffers = server.round, server.x, server.state, server.buffers

@@ -50,7 +50,7 @@ class SiteRun:
         info = replace(self.job.info, model=fingerprint(self.job.model))
         self._setup = replace(self.job.setup, info=info)
         self._blank = blank(self._setup)
-        self._terms = terms(self.job.algorithm, info, self.job.recipe.uploads)
+        self._terms = terms(self.job.algorithm, info, self.job.recipe.uploads, self.job.recipe.downloads)
         first = self._blank.clients.get([told.site])
         self._ledger = Ledger(first, self._setup.declared(self._blank.x).kept, self._blank.x.dtype)
         if self._ledger_file.exists():
@@ -78,7 +78,13 @@ class SiteRun:
             return saved
         broadcast, setup = order.broadcast, self._setup.at(order.broadcast.round)
         check_broadcast(
-            broadcast, self._blank.x, setup.algorithm, setup.info, self._sent_buffers(), self.job.recipe.uploads
+            broadcast,
+            self._blank.x,
+            setup.algorithm,
+            setup.info,
+            self._sent_buffers(),
+            self.job.recipe.uploads,
+            setup.downloads,
         )
         self._ledger.settle(broadcast)
         trained = self._steps(order)

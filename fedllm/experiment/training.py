@@ -79,12 +79,13 @@ def _train_round(session: Session, source: RoundSource, plan: Plan) -> tuple[Rou
     recipe, info = job.recipe, job.info
     began = time.perf_counter()
     clients, tracked = sample(recipe.run.seed, state.round, info.num_clients, info.sampled, info.tracked)
-    report = source.train(session, clients, tracked, plan)
+    due = (state.round + 1) % recipe.eval.every == 0 or state.round + 1 == info.total
+    report = source.train(session, clients, tracked, replace(plan, products=job.products if due else ()))
     for client, why in report.rejected.items():
         warn(f"round {state.round}: client {client} rejected: {why}")
     plan = _step_down(session, plan, report)
     record = RoundRecord.of(job, state.round, report, time.perf_counter() - began)
-    if state.round % recipe.eval.every == 0 or state.round == info.total:
+    if due:
         with section("evaluate"):
             record = replace(record, scores=source.evaluate(session))
         _note_cuts(session)

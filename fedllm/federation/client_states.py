@@ -85,6 +85,9 @@ class ClientStore:
         self._elsewhere -= staged.keys()
         self._vectors |= staged
 
+    def discard(self, staged: Mapping[int, ClientVectors]) -> None:
+        """Drops vectors that were staged and are not to be committed."""
+
     def put(self, clients: Sequence[int], rows: State) -> None:
         """Stages and commits rows {name: [C, d]} of these clients."""
         self.commit(self.stage(clients, rows))
@@ -128,6 +131,12 @@ class ClientFiles(ClientStore):
             super().commit({client: self._in_folder(client, vectors)})
             if isinstance(previous, VectorFile):
                 previous.path.unlink(missing_ok=True)
+
+    def discard(self, staged: Mapping[int, ClientVectors]) -> None:
+        """Removes the files of vectors that are not to be committed."""
+        for vectors in staged.values():
+            if isinstance(vectors, VectorFile):
+                vectors.path.unlink(missing_ok=True)
 
     def forget(self, clients: Iterable[int]) -> None:
         """Drops the vectors of these clients and removes their files."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from fedllm.aggregation.downloads import travel_dtype
 from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, Vectors
 from fedllm.blocks import BlockPartition
 from fedllm.common.tensors import State
+from fedllm.federation.setup import Setup
 from fedllm.problems.base import Buffers
 
 
@@ -60,6 +63,20 @@ def traffic(
         tracked=info.tracked,
         value_bytes=value_bytes,
     )
+
+
+def round_bytes(setup: Setup, x: Tensor) -> tuple[int, int]:
+    """Bytes that all clients of a round send, and receive, in the formats of the settings. x [d]: any."""
+    info, declared, buffers = setup.info, setup.declared(x), setup.problem.buffers
+    times = {name: info.tracked if name in declared.tracked else info.sampled for name in declared.sent}
+    up = sum(
+        times[name] * setup.pipeline.bytes(name, size, x.itemsize, declared) for name, size in declared.sent.items()
+    )
+    values = len(x) + _values(setup.algorithm.downloads(), info, len(x))
+    down = values * travel_dtype(x.dtype, setup.downloads).itemsize
+    if buffers is not None and not buffers.local:
+        down += len(buffers.initial) * x.itemsize
+    return up, info.sampled * down
 
 
 def vectors_per_round(

@@ -18,7 +18,7 @@ from fedllm.common.memory import HalvingBatches
 from fedllm.common.profiling import section
 from fedllm.common.tensors import State
 from fedllm.federation.client_states import ClientVectors
-from fedllm.federation.partial_round import PartialRound
+from fedllm.federation.partial_round import PartialRound, weights_of
 from fedllm.federation.setup import BUFFERS, Setup
 from fedllm.federation.state import FederationState
 from fedllm.problems import checks
@@ -43,10 +43,12 @@ def train_part(
     tracked: set[int],
     stacked_clients: int | None,
     progress: Progress,
+    keep: bool = False,
 ) -> PartialRound:
     """Trains the clients of `steps` (client -> local steps, in falling order). `state` does not change.
 
-    stacked_clients: clients trained together, None = all; fewer if memory runs out (see HalvingBatches).
+    stacked_clients: clients trained together, None = all; fewer if memory runs out (see HalvingBatches). keep: also
+    keeps each accepted client's update, see PartialRound.updates.
     """
     part = PartialRound.empty(setup, state.x)
 
@@ -60,7 +62,10 @@ def train_part(
 
     batches = HalvingBatches(list(steps), stacked_clients, _too_large(setup.problem))
     for clients, trained in batches.each(train):
-        _count(part, setup, state, clients, trained, tracked)
+        accepted = _count(part, setup, state, clients, trained, tracked)
+        if keep:
+            rows = trained.uploads.sent["d"][[clients.index(client) for client in accepted]]
+            part.updates.append((accepted, rows))
         counts = [steps[client] for client in clients]
         seconds = time.perf_counter() - trained.began
         part.slowest = max(part.slowest, seconds * max(counts) / sum(counts))
@@ -82,8 +87,8 @@ class Trained(NamedTuple):
 
 def _count(
     part: PartialRound, setup: Setup, state: FederationState, clients: list[int], trained: Trained, tracked: set[int]
-) -> None:
-    """Sends these clients' uploads through the pipeline and adds the accepted ones to the part."""
+) -> list[int]:
+    """Sends these clients' uploads through the pipeline and adds the accepted ones, which it returns, to the part."""
     alg, declared, count = setup.algorithm, setup.declared(state.x), len(clients)
     uploads = trained.uploads
     _require_declared(alg, "what it sends", uploads.sent, declared.sent, state.x, count)
@@ -95,12 +100,14 @@ def _count(
         setup.pipeline.receive(uploads, declared, count)
         part.rejected |= {clients[row]: why for row, why in uploads.rejected.items()}
         if not (good := uploads.accepted(count)):
-            return
+            return []
         accepted = [clients[row] for row in good]
-        part.reduction.add(uploads, trained.rows, good, _weights(alg, setup.problem, accepted, state.x))
+        part.reduction.add(uploads, trained.rows, good, weights_of(alg, setup.problem, accepted, state.x))
         part.drift.add(state.x, trained.local, good)
         part.staged |= state.clients.stage(accepted, {name: value[good] for name, value in uploads.kept.items()})
+        part.accepted += accepted
         part.losses += [] if trained.losses is None else trained.losses[good].tolist()
+        return accepted
 
 
 def train_together(
@@ -217,9 +224,3 @@ def _require_declared(alg: Algorithm, what: str, found: Any, lengths: Mapping[st
     if why := misfit(found, {name: (rows, length) for name, length in lengths.items()}, x.dtype):
         declared = "client_vectors declares" if what == "what it keeps" else "uploads and tracked_uploads declare"
         raise UserError(f"{type(alg).__name__}.end: of {what}, {why}, as {declared}")
-
-
-def _weights(alg: Algorithm, problem: Problem, clients: list[int], x: Tensor) -> Tensor:
-    if alg.weights == "uniform":
-        return torch.ones(len(clients), dtype=torch.float64, device=x.device)
-    return checks.sizes(problem, clients).to(device=x.device, dtype=torch.float64)

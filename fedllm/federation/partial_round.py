@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedllm.aggregation.base import Block, Reduction, SumParts, joined_rows
 from fedllm.aggregation.drift import Drift, measures, spread_terms
-from fedllm.aggregation.reduction import WeightedMean
+from fedllm.aggregation.product_gap import Product, product_gap
+from fedllm.algorithms.base import Algorithm
 from fedllm.federation.client_states import ClientVectors
 from fedllm.federation.executor import Executor, describe
 from fedllm.federation.setup import Setup
+from fedllm.problems import checks
+from fedllm.problems.base import Problem
 
 
 @dataclass
 class PartialRound:
     """The sums and records of some of a round's clients.
 
-    staged: vectors that the accepted clients keep. losses: the mean over the steps, of each accepted client. rejected:
-    client -> reason. bytes_up: of all uploads; most_up: of the largest. slowest: seconds of the slowest client, see
+    staged: vectors that the accepted clients keep. accepted: these clients. losses: the mean over the steps, of each of
+    them, or none. updates: their d_i, where they are kept. rejected: client -> reason. left_out: those of them whom the
+    reduction left out. bytes_up: of all uploads; most_up: of the largest. slowest: seconds of the slowest client, see
     RoundReport. forced: clients trained together after memory ran out, see HalvingBatches; None if it did not.
     """
 
-    reduction: WeightedMean
+    reduction: Reduction
     drift: Drift
     staged: dict[int, ClientVectors] = field(default_factory=dict)
+    accepted: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    updates: list[Block] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
     bytes_up: int = 0
     most_up: int = 0
     slowest: float = 0.0
@@ -44,8 +52,9 @@ class PartialRound:
     def note(self) -> dict[str, Any]:
         """Everything except the vectors, as plain data for the other processes."""
         return {
-            "counts": self.reduction.counts,
+            "reduction": self.reduction.note(),
             "drift": self.drift.counts,
+            "accepted": self.accepted,
             "losses": self.losses,
             "rejected": list(self.rejected.items()),
             "bytes_up": self.bytes_up,
@@ -57,13 +66,23 @@ class PartialRound:
 
     def add(self, note: dict[str, Any]) -> None:
         """Adds another part's records, without its vectors."""
-        for name, count in note["counts"].items():
-            self.reduction.counts[name] += count
+        self.reduction.add_note(note["reduction"])
+        self.accepted += note["accepted"]
         self.losses += note["losses"]
         self.rejected |= dict(note["rejected"])
         self.bytes_up += note["bytes_up"]
         self.most_up, self.slowest = max(self.most_up, note["most_up"]), max(self.slowest, note["slowest"])
         self.forced = min((size for size in (self.forced, note["forced"]) if size), default=None)
+
+    def leave_out(self, clients: Mapping[int, str]) -> dict[int, ClientVectors]:
+        """Rejects these clients, which were accepted before, each with the reason. Returns what they had staged."""
+        if self.losses:
+            pairs = zip(self.accepted, self.losses, strict=True)
+            self.losses = [loss for client, loss in pairs if client not in clients]
+        self.accepted = [client for client in self.accepted if client not in clients]
+        self.left_out = [*clients]
+        self.rejected |= clients
+        return {client: self.staged.pop(client) for client in clients if client in self.staged}
 
 
 def in_order(notes: Sequence[Sequence[Any]], count: int) -> list[Any]:
@@ -81,14 +100,38 @@ def join(
     whole = PartialRound.empty(setup, x)
     for note in notes:
         whole.add(note)
-    names = list(whole.reduction.sums)
-    flat = torch.cat([whole.reduction.sums[name] for name in names])
-    total = executor.sum_parts([torch.cat([p.reduction.sums[n] for n in names]) for p in mine], len(notes), flat)
-    sizes = [len(whole.reduction.sums[name]) for name in names]
-    whole.reduction.sums = dict(zip(names, torch.split(total, sizes), strict=True))
+    whole.reduction.join([part.reduction for part in mine], sum_parts(executor, len(notes)))
     for part in mine:
         whole.staged |= part.staged
     return whole
+
+
+def sum_parts(executor: Executor, count: int) -> SumParts:
+    """Sums of what each of the `count` parts of a round has."""
+    return lambda mine, like: executor.sum_parts(mine, count, like)
+
+
+def gap_of(
+    setup: Setup,
+    x: Tensor,
+    whole: PartialRound,
+    mine: Sequence[PartialRound],
+    products: Sequence[Product],
+    add: SumParts,
+) -> float | None:
+    """The gap of these products over the clients that count, see product_gap. x [d]: before the round."""
+    order = sorted({*whole.accepted, *whole.left_out})
+    updates = joined_rows(order, [part.updates for part in mine], x.new_zeros(0, len(x)), add)
+    kept = [client for client in order if client not in whole.left_out]
+    weights = weights_of(setup.algorithm, setup.problem, kept, x)
+    return product_gap(x, updates[[order.index(client) for client in kept]], weights, products)
+
+
+def weights_of(alg: Algorithm, problem: Problem, clients: list[int], x: Tensor) -> Tensor:
+    """The weights [C] (float64) of these clients in means."""
+    if alg.weights == "uniform":
+        return torch.ones(len(clients), dtype=torch.float64, device=x.device)
+    return checks.sizes(problem, clients).to(device=x.device, dtype=torch.float64)
 
 
 def drift_of(
@@ -97,7 +140,7 @@ def drift_of(
     """The drift of the joined round. Between processes only scalars travel, except for the second moments."""
     counts = {name: sum(note["drift"][name] for note in notes) for name in notes[0]["drift"]}
     if (updates := whole.drift.updates) is None:
-        mean_update = whole.reduction.sums["d"] / whole.reduction.counts["weight"]
+        mean_update = whole.reduction.mean_update()
     else:
         parts = [part.drift.updates for part in mine if part.drift.updates is not None]
         mean_update = executor.sum_parts(parts, len(notes), updates) / counts["clients"]

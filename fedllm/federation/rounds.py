@@ -7,18 +7,21 @@ determine what each of them computes, and the order in which the results are add
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fedllm.aggregation.downloads import as_read, encode
+from fedllm.aggregation.product_gap import Product
 from fedllm.aggregation.reduction import aggregate, require_enough
+from fedllm.aggregation.settings import EXACT
 from fedllm.common.profiling import section
 from fedllm.federation.client_states import ClientVectors
 from fedllm.federation.executor import Executor, Note, describe
 from fedllm.federation.local_training import full_gradients, local_steps, train_part
-from fedllm.federation.partial_round import PartialRound, drift_of, in_order, join
+from fedllm.federation.partial_round import PartialRound, drift_of, gap_of, in_order, join, sum_parts
 from fedllm.federation.sampling import deal
 from fedllm.federation.setup import BUFFERS, Setup
 from fedllm.federation.state import FederationState, blank
@@ -33,6 +36,7 @@ class Plan:
     min_clients: accepted uploads below which the run stops. progress(done, total): called after each local step, in
     client-steps of this process. parts: the number of parts into which the clients are divided by their work; their
     sums are added in the order of the parts. executor: the processes that compute them; their number changes nothing.
+    products: those whose gap is measured in this round, see product_gap.
     """
 
     stacked_clients: int | None = None
@@ -40,6 +44,7 @@ class Plan:
     progress: Callable[[int, int], None] = lambda done, total: None
     parts: int = 1
     executor: Executor = field(default_factory=Executor)
+    products: Sequence[Product] = ()
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,10 @@ class RoundReport:
     most_steps: local steps of the client that takes the most. bytes_up, bytes_down: of all tensors sent, also of
     rejected uploads. client_bytes: both ways, of the client that sent the most. compute_seconds: of the slowest client,
     estimated from the time of the clients trained with it and its share of their steps. drift: how far the accepted
-    clients differ, see drift.measures. forced: the number of clients trained together after memory ran out, None if it
-    did not. missing: of real sites, the sampled ones that have not answered; None in a simulation.
+    clients differ, see drift.measures; with a robust rule D is what the rule makes of the updates, and the clients are
+    also those that it leaves out. Where it is measured, also lora_gap. forced: the number of clients trained together
+    after memory ran out, None if it did not. missing: of real sites, the sampled ones that have not answered; None in a
+    simulation.
     """
 
     clients: list[int]
@@ -125,8 +132,10 @@ def run_round(
     parts = deal(steps, plan.parts)
     executor.fetch(state.clients, {client: n % executor.size for n, part in enumerate(parts) for client in part})
 
+    sent, down = _sent(setup, state)
+
     def work() -> tuple[list[PartialRound], Note]:
-        mine = _train_parts(setup, state, [{c: steps[c] for c in part} for part in executor.own(parts)], tracked, plan)
+        mine = _train_parts(setup, sent, [{c: steps[c] for c in part} for part in executor.own(parts)], tracked, plan)
         return mine, [part.note() for part in mine]
 
     doing = _doing(f"training in round {info.index + 1}", parts, executor)
@@ -134,12 +143,17 @@ def run_round(
     notes = in_order(gathered, len(parts))
     with section("reduce"):
         whole = join(setup, state.x, mine, notes, executor)
+        left_out = whole.reduction.settle(len(whole.rejected))
+        dropped = whole.leave_out(left_out)
         require_enough(whole.reduction.clients, plan.min_clients, whole.rejected, info.index)
         reduced = whole.reduction.result()
         x, server = aggregate(alg, state.x, state.server, reduced, info)
         drift = drift_of(whole, mine, notes, executor)
-        executor.publish(state.clients, whole.staged, [[e for note in one for e in note["staged"]] for one in gathered])
-    down = state.x.nbytes + sum(state.server[name].nbytes for name in alg.downloads()) + _buffer_bytes(setup, state)
+        if plan.products:
+            drift["lora_gap"] = gap_of(setup, state.x, whole, mine, plan.products, sum_parts(executor, len(notes)))
+        kept = [[e for note in one for e in note["staged"] if e[0] not in left_out] for one in gathered]
+        executor.publish(state.clients, whole.staged, kept)
+        state.clients.discard(dropped)
     state.x, state.server, state.round = x, server, info.index + 1
     state.buffers = reduced.mean.get(BUFFERS)
     return RoundReport(
@@ -155,6 +169,17 @@ def run_round(
         drift=drift,
         forced=whole.forced,
     )
+
+
+def _sent(setup: Setup, state: FederationState) -> tuple[FederationState, int]:
+    """The state as clients read it, and the bytes that one of them receives."""
+    names, settings = setup.algorithm.downloads(), setup.downloads
+    vectors = {"": state.x, **{name: state.server[name] for name in names}}
+    down = sum(value.nbytes for value in encode(vectors, vectors, settings).values()) + _buffer_bytes(setup, state)
+    if settings == EXACT:
+        return state, down
+    found = as_read(vectors, vectors, settings)
+    return replace(state, x=found.pop(""), server=state.server | found), down
 
 
 def _buffer_bytes(setup: Setup, state: FederationState) -> int:
@@ -177,7 +202,7 @@ def _train_parts(
     found: list[PartialRound] = []
     stacked = plan.stacked_clients
     for steps in parts:
-        found.append(train_part(setup, state, steps, set(tracked), stacked, progress))
+        found.append(train_part(setup, state, steps, set(tracked), stacked, progress, keep=bool(plan.products)))
         stacked = found[-1].forced or stacked
     return found
 

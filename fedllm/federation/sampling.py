@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from fedllm.common.seeding import numpy_rng
@@ -12,6 +13,15 @@ def sample(seed: int, round: int, num_clients: int, sampled: int, tracked: int) 
     chosen = numpy_rng(seed, "sample", round).choice(num_clients, sampled, replace=False)
     subset = numpy_rng(seed, "track", round).choice(chosen, tracked, replace=False)
     return sorted(chosen.tolist()), sorted(subset.tolist())
+
+
+def chance_of_more(faulty: int, bad: int, num_clients: int, sampled: int) -> float:
+    """The probability that a round of S of N clients has more than `faulty` of the `bad` ones (hypergeometric)."""
+    ways = sum(
+        math.comb(bad, found) * math.comb(num_clients - bad, sampled - found)
+        for found in range(faulty + 1, min(bad, sampled) + 1)
+    )
+    return ways / math.comb(num_clients, sampled)
 
 
 def deal(work: Mapping[int, float], shares: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from fedllm.aggregation.pipeline import Pipeline
+from fedllm.aggregation.settings import EXACT, DownloadsSettings
 from fedllm.aggregation.uploads import Declared
 from fedllm.algorithms.base import Algorithm, RoundInfo
 from fedllm.problems.base import Problem
@@ -16,12 +17,14 @@ BUFFERS = "buffers"  # the name under which a problem's buffers are sent and kep
 
 @dataclass(frozen=True)
 class Setup:
-    """The algorithm, the problem that gives its gradients, the facts of the round, and the steps on its uploads."""
+    """The algorithm, the problem that gives its gradients, the facts of the round, the steps on its uploads, and what
+    happens to what the server sends."""
 
     algorithm: Algorithm
     problem: Problem
     info: RoundInfo
     pipeline: Pipeline = Pipeline()
+    downloads: DownloadsSettings = EXACT
 
     def at(self, round: int) -> Setup:
         """The same in another round, counted from 0."""

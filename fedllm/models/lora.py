@@ -14,9 +14,11 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from fedllm.aggregation.product_gap import Product
 from fedllm.blocks.attention import features
 from fedllm.common.errors import UserError
 from fedllm.common.seeding import torch_rng
+from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.models.loading import Backbone
 from fedllm.models.lora_targets import find_targets
 from fedllm.models.settings import LoraSettings
@@ -82,6 +84,18 @@ def trainable_names(model: nn.Module) -> list[str]:
 def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """The layers that have LoRA, by their path in the model without PEFT."""
     return {n.removeprefix(PREFIX): m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
+
+
+def lora_products(space: ParameterSpace) -> tuple[Product, ...]:
+    """Where the flat vector of a model with LoRA has the B and, if it is trained, the A of each layer."""
+    ends = list(itertools.accumulate(space.sizes))
+    places = {name: slice(end - size, end) for name, size, end in zip(space.names, space.sizes, ends, strict=True)}
+    shapes = dict(zip(space.names, space.shapes, strict=True))
+    return tuple(
+        Product(places[name], places.get(name.replace(".lora_B.", ".lora_A.")), shapes[name][1])
+        for name in space.names
+        if ".lora_B." in name
+    )
 
 
 def head_modules(model: nn.Module) -> list[str]:

@@ -77,6 +77,13 @@ PLOTS = {
         "round",
         ("v_spread",),
     ),
+    "lora_gap": Plot(
+        "LoRA: averaging A and B apart",
+        "How far mean B times mean A is from the mean of the clients' products B A, over the length of that mean's "
+        "move in the round; 0 if A is not trained.",
+        "round",
+        ("lora_gap",),
+    ),
 }  # fmt: skip
 
 
@@ -114,6 +121,8 @@ def undrawn(groups: Sequence[Group]) -> list[str]:
     lines = []
     kinds: dict[str, tuple[str, ...]] = {"Score": ()}
     kinds |= {plot.title: plot.metrics for plot in PLOTS.values() if plot.metrics}
+    if not any(run.curve("lora_gap")[0] for group in groups for run in group.runs):
+        kinds.pop(PLOTS["lora_gap"].title)
     for title, metrics in kinds.items():
         reasons: dict[str, list[str]] = {}
         for group in groups:
@@ -136,6 +145,8 @@ def _why(run: RunRecord, metric: str) -> str:
         return "not evaluated yet"
     if any(metric in line for line in run.rounds):
         return "no value in any round"
+    if metric == "lora_gap" and run.recipe.get("lora") in (None, {}):
+        return "no adapters"
     if metric == "v_spread" and any("update_norm" in line for line in run.rounds):
         return "no second moment v in the clients"
     return "not in metrics.jsonl, as in runs of older versions of fedllm"

@@ -34,6 +34,7 @@ _NAMES = {
     "update_cosine": "cosine to the mean update",
     "update_norm": "norm of a client's update",
     "v_spread": "spread of v / mean v",
+    "lora_gap": "error of averaging / move",
 }
 
 

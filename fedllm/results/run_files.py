@@ -69,6 +69,7 @@ class RoundLine(Costs, extra_items=Score):  # type: ignore[call-arg]  # PEP 728,
     mean_update_norm: NotRequired[Any]
     update_cosine: NotRequired[Any]
     v_spread: NotRequired[Any]
+    lora_gap: NotRequired[Any]
     missing: NotRequired[Any]
     sites: NotRequired[Any]
 

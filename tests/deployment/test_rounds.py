@@ -126,7 +126,7 @@ def test_no_mutated_answer_of_a_site_counts(seed: int) -> None:
         assert deployed._add(server, received, 1, message, True), message[:500]
     assert server.accepted == []
     assert deployed._add(server, received, 1, good, True) is None
-    assert received.losses == [0.5]
+    assert received.losses == {1: 0.5}
 
 
 def test_scores_are_weighted_by_samples_and_foreign_ones_left_out() -> None:

@@ -48,6 +48,10 @@ def test_a_run_of_an_earlier_version_sent_plain_vectors(tiny: Path, tmp_path: Pa
         ("uploads.clip=0", "clip: found 0.*, expected a number above 0"),
         ("uploads.bits=int2", "uploads.bits"),
         ("lora.train=A", "lora.train"),
+        ("robust={rule: median}", "robust.faulty: missing, but rule=median needs it"),
+        ("robust.faulty=2", "robust.faulty: found 2 with rule=mean"),
+        ("robust={rule: krum, faulty: 1}", "robust.rule: found 'krum', expected one of: mean, median"),
+        ("robust={rule: multi_krum, faulty: 5}", "clients_per_round: found .*, but robust.rule=multi_krum"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(tiny: Path, override: str, message: str) -> None:

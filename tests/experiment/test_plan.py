@@ -47,3 +47,12 @@ def test_the_plan_states_the_share_of_trained_weights(tiny: Path, capsys: pytest
     assert (
         f"trainable parameters {trained:,}, {trained / (frozen + trained):.2%} of all (LoRA rank 2 on all-lin" in said
     )
+
+
+def test_the_plan_states_the_risk_of_a_robust_rule(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["robust={rule: median, faulty: 1}", "algorithm=localadamw", "partition.clients=20"]
+    dry_run(load_recipe(tiny / "recipe.yaml", [*keys, "federation={clients_per_round: 3, rounds: 10}"]))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "robust median, up to 1 bad clients of 3 in a round; the chance of more, if there are 2 of 20: 1.6%" in said
+    several = (6 * 16 + 4) / 1140  # of 4 bad clients two or three are among the 3 of a round
+    assert f"4 of 20: {several:.1%}, once in 10 rounds {1 - (1 - several) ** 10:.0%}" in said

@@ -174,6 +174,18 @@ def test_all_weights_are_trained_at_sites(three: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_robust_rules_and_short_downloads_at_sites(three: Path, tmp_path: Path) -> None:
+    """With lora_gap, which the server measures from the uploads."""
+    algorithm = ["algorithm={name: localadamw, lr: 0.001}", "federation.tracked_per_round=null"]
+    overrides = [*OVERRIDES, *algorithm, "robust={rule: median, faulty: 1, norm: 50}", "downloads.bits=bfloat16"]
+    found = deployed(three / "recipe.yaml", overrides, tmp_path / "deployed", link_of(three, tmp_path))
+    require_equal(found, simulated(three / "recipe.yaml", overrides, tmp_path / "simulated"))
+    assert all(line["lora_gap"] > 0 for line in found.metrics if "eval_loss" in line)
+    values = found.result["trainable_parameters"]
+    assert all(line["bytes_down"] == 3 * 2 * values for line in found.metrics)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["uniform", "size"])
 def test_language_models_are_trained_at_sites(tmp_path: Path, weights: str) -> None:
     save_causal(tmp_path / "llama", "llama")

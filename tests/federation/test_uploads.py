@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fedllm import QuadraticProblem, load_algorithm
 from fedllm.aggregation.pipeline import Pipeline
-from fedllm.aggregation.settings import UploadsSettings
+from fedllm.aggregation.settings import DownloadsSettings, UploadsSettings
 from fedllm.algorithms import algorithm_names
 from fedllm.common.errors import UserError
+from fedllm.federation.costs import round_bytes
 from fedllm.federation.info import round_info
 from fedllm.federation.rounds import Plan, run_round, start
 from fedllm.federation.sampling import sample
@@ -94,6 +95,16 @@ def test_bytes_of_a_round(bits: Any, most: float) -> None:
     )
     assert small.bytes_up <= most * plain.bytes_up
     assert small.bytes_down == plain.bytes_down
+
+
+@pytest.mark.parametrize("downloads", [DownloadsSettings(), DownloadsSettings("bfloat16")], ids=str)
+@pytest.mark.parametrize("bits", ["float32", "int8"])
+@pytest.mark.parametrize("name", ["fadamgc", "fedadamw"])
+def test_the_plan_counts_the_bytes_of_a_round(name: str, bits: Any, downloads: DownloadsSettings) -> None:
+    setup = replace(setup_of(name, UploadsSettings(bits=bits)), downloads=downloads)
+    state = start(setup)
+    report = run_round(setup, state, *sample(0, 0, N, S, T))
+    assert round_bytes(setup, state.x) == (report.bytes_up, report.bytes_down)
 
 
 def test_no_client_moves_the_mean_by_more_than_its_norm() -> None:

@@ -298,3 +298,11 @@ def test_values_of_a_column_stand_in_for_classes(tmp_path):
     found = json.loads((folder / "partition.json").read_text())
     (folder / "partition.json").write_text(json.dumps(found | {"column": "tool"}))
     assert client_figure(groups_of(folder)).axes[1].get_ylabel() == "tool"
+
+
+def test_the_gap_of_lora_is_drawn_where_it_was_measured(tmp_path):
+    with_gap = make_run(tmp_path / "a", scores=(0.5, 0.6), lora_gap=[0.4, 0.2])
+    groups = groups_of(with_gap, make_run(tmp_path / "b", scores=(0.5, 0.6), algorithm="fedavg"))
+    drawn = figures(groups)["lora_gap"]
+    assert [axes.get_ylabel() for axes in drawn.axes] == ["error of averaging / move"]
+    assert any(line.startswith("LoRA: averaging A and B apart: drawn without fedavg") for line in undrawn(groups))

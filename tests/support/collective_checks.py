@@ -14,6 +14,9 @@ from torch import Tensor
 
 from fedllm import QuadraticProblem, load_algorithm
 from fedllm.aggregation.drift import spread_terms
+from fedllm.aggregation.pipeline import Pipeline
+from fedllm.aggregation.product_gap import Product
+from fedllm.aggregation.settings import PLAIN, RobustSettings
 from fedllm.common.errors import RunError, UserError
 from fedllm.config.settings import RunSettings
 from fedllm.distributed import collectives
@@ -119,6 +122,40 @@ def check_rounds_are_those_of_one_process(executor: Collectives, folder: Path) -
     assert received["apart"] > received["shared"], "clients' vectors travel where no folder is shared"
 
 
+def check_robust_rounds_are_those_of_one_process(executor: Collectives) -> None:
+    """Each rule, with the vectors of a client that is left out."""
+    for robust in (
+        RobustSettings("median", 1),
+        RobustSettings("trimmed_mean", 1),
+        RobustSettings("nnm_trimmed_mean", 1),
+        RobustSettings("multi_krum", 1),
+        RobustSettings(norm=1.1),
+    ):
+        problem = QuadraticProblem.random(8, 6, noise=0.1)
+        alg = load_algorithm("scaffold" if robust.rule in ("mean", "multi_krum") else "localadamw", lr=0.01)
+        info = round_info(alg, problem, rounds=6, sampled=6, tracked=None, local_steps=3)
+        setup = Setup(alg, problem, info, Pipeline.of(PLAIN, alg, 0, robust))
+
+        def run(by: Executor, setup: Setup = setup) -> tuple[FederationState, list[RoundReport]]:
+            state = start(setup, parts=4, executor=by)
+            plan = Plan(parts=4, executor=by, products=[Product(slice(0, 3), slice(3, 6), 1)])
+            return state, [run_round(setup, state, *sample(0, t, 8, 6, 6), plan) for t in range(4)]
+
+        (alone, expected), (state, found) = run(Executor()), run(executor)
+        executor.fetch(state.clients)
+        assert torch.equal(state.x, alone.x), robust.rule
+        assert all(torch.equal(state.server[name], value) for name, value in alone.server.items()), robust.rule
+        for ours, one in zip(found, expected, strict=True):
+            assert (ours.rejected, ours.train_loss, ours.drift) == (one.rejected, one.train_loss, one.drift), (
+                robust.rule
+            )
+            assert ours.drift["lora_gap"] is not None
+            assert bool(one.rejected) == (robust.rule in ("mean", "multi_krum"))
+        if executor.rank == 0:
+            theirs = state.clients.get(range(8))
+            assert all(torch.equal(theirs[name], value) for name, value in alone.clients.get(range(8)).items())
+
+
 def raise_(error: Exception) -> None:
     raise error
 
@@ -132,4 +169,5 @@ if __name__ == "__main__":
     check_all_know_what_rank_0_found_and_what_went_wrong(executor)
     check_an_error_of_one_process_is_everybodys(executor)
     check_rounds_are_those_of_one_process(executor, Path(sys.argv[1]))
+    check_robust_rounds_are_those_of_one_process(executor)
     print(f"rank {executor.rank} of {executor.size}: all agree", flush=True)

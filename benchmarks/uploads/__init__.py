@@ -1,0 +1,1 @@
+"""What happens to uploads: its costs."""
