@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.aggregation.settings import UploadsSettings
 from fedllm.algorithms import Algorithm, canonical_name, load_algorithm
 from fedllm.common.errors import UserError
@@ -35,8 +36,8 @@ class Recipe:
     """A resolved recipe.
 
     algorithm: the section as given, defaults filled in; `load_algorithm` makes the object. lora: None to train all
-    weights of the model. notes: what the user should know of how the layers were merged. folder: where the file of the
-    recipe is; None for one that was made.
+    weights of the model. privacy: None without differential privacy. notes: what the user should know of how the layers
+    were merged. folder: where the file of the recipe is; None for one that was made.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Recipe:
     run: RunSettings
     uploads: UploadsSettings
     costs: CostsSettings
+    privacy: PrivacySettings | None = None
     deployment: DeploymentSettings = field(default_factory=DeploymentSettings)
     notes: tuple[str, ...] = field(default=(), compare=False)
     folder: Path | None = field(default=None, compare=False)
@@ -94,13 +96,15 @@ SECTION_TYPES: dict[str, type] = {
     "eval": EvalSettings,
     "run": RunSettings,
     "uploads": UploadsSettings,
+    "privacy": PrivacySettings,
     "costs": CostsSettings,
     "deployment": DeploymentSettings,
 }
 # Other names that recipes, grids and overrides may give for a key. What fedllm writes has the key.
 ALIASES = {(section, alias): key for section, cls in SECTION_TYPES.items() for alias, key in key_aliases(cls).items()}
-# Sections that may be null.
-OPTIONAL = ("lora",)
+# Sections that may be null, and those that are null where they are not given.
+OPTIONAL = ("lora", "privacy")
+_NULL_UNLESS_GIVEN = ("privacy",)
 # Keys of which a recipe gives one: in a higher layer it takes the place of the other.
 RIVALS = {("local", "epochs"): "steps", ("local", "steps"): "epochs"}
 # Settings that change results by rounding at most. Runs that differ in them may be resumed and compared.
@@ -142,10 +146,10 @@ _LATER_KEYS = {
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
 }
-_LATER_SECTIONS = ("uploads",)
+_LATER_SECTIONS = ("uploads", "privacy")
 _SECTIONS = [
-    "model", "lora", "data", "partition", "algorithm", "federation", "local", "uploads", "eval", "run", "costs",
-    "deployment",
+    "model", "lora", "data", "partition", "algorithm", "federation", "local", "uploads", "privacy", "eval", "run",
+    "costs", "deployment",
 ]  # fmt: skip
 
 
@@ -161,7 +165,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     try:
         layers = read_layers(path, overrides, KeyRules(ALIASES, RIVALS))
-        require_keys_of_no_null(layers, OPTIONAL)
+        require_keys_of_no_null(layers, ("lora",))
         values = layers.sections(KeyRules(ALIASES, RIVALS))
         return replace(_resolved(values, layers.choice(), path.stem, str(path)), folder=path.parent)
     except UserError as error:
@@ -185,7 +189,7 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
     algorithm, notes = choice.resolve(table, where)
     sections: dict[str, Any] = {
         section: None
-        if section in values and values[section] is None
+        if values.get(section, None if section in _NULL_UNLESS_GIVEN else {}) is None
         else build(cls, without_nulls(cls, values.get(section, {})), f"{where}: {section}.")
         for section, cls in SECTION_TYPES.items()
     }
