@@ -11,18 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from fedllm.aggregation.clipping import Clip
 from fedllm.aggregation.compression import Rounding, format_of, from_wire, sent_bytes, to_wire
+from fedllm.aggregation.privacy import Draws, PrivateMean, seeded
+from fedllm.aggregation.privacy_checks import require_bounded
+from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.aggregation.reduction import WeightedMean
 from fedllm.aggregation.settings import PLAIN, UploadsSettings
 from fedllm.aggregation.upload_checks import faults
 from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo
+from fedllm.common.errors import UserError
 from fedllm.common.tensors import State
+
+
+Reduction = Callable[[Algorithm, Declared, RoundInfo, torch.device], WeightedMean]
 
 
 class UploadStep(Protocol):
@@ -68,12 +76,22 @@ class Pipeline:
     """
 
     steps: tuple[UploadStep, ...] = (FiniteCheck(),)
-    reduction: Callable[[Algorithm, Declared, RoundInfo, torch.device], WeightedMean] = WeightedMean
+    reduction: Reduction = WeightedMean
     settings: UploadsSettings = PLAIN
 
     @classmethod
-    def of(cls, settings: UploadsSettings, algorithm: Algorithm, seed: int) -> Pipeline:
-        """The pipeline of a recipe. seed: run.seed. Raises UserError for a norm of a vector that is not sent."""
+    def of(
+        cls,
+        settings: UploadsSettings,
+        algorithm: Algorithm,
+        seed: int,
+        privacy: PrivacySettings | None = None,
+        draws: Draws | None = None,
+    ) -> Pipeline:
+        """The pipeline of a recipe. seed: run.seed. draws: where the noise comes from, by default the seed.
+
+        Raises UserError for a norm of a vector that is not sent, and for what client-level privacy cannot cover."""
+        private = _private_mean(settings, algorithm, privacy, draws or seeded(seed))
         if settings == PLAIN:
             return cls()
         steps: list[UploadStep] = []
@@ -82,7 +100,7 @@ class Pipeline:
         if settings.bits != "float32":
             steps += [Rounding(settings.bits, seed)]
             steps += [clipping] if clipping.norms else []  # rounding may lengthen a vector
-        return cls((FiniteCheck(), *steps, KeepWhatWasSent(algorithm)), settings=settings)
+        return cls((FiniteCheck(), *steps, KeepWhatWasSent(algorithm)), private or WeightedMean, settings)
 
     def wire(self, uploads: Uploads, names: Iterable[str]) -> State:
         """The tensors that travel for the vectors `names` of one client, after `send`."""
@@ -105,3 +123,15 @@ class Pipeline:
         """The server's part of all steps."""
         for step in reversed(self.steps):
             step.receive(uploads, declared, rows)
+
+
+def _private_mean(
+    uploads: UploadsSettings, algorithm: Algorithm, privacy: PrivacySettings | None, draws: Draws
+) -> Reduction | None:
+    """The reduction that adds the noise of client-level privacy; None without it."""
+    if privacy is None or privacy.level != "client":
+        return None
+    clips = require_bounded(algorithm, uploads)
+    if privacy.noise is None:
+        raise UserError("privacy.noise: missing; fedllm.aggregation.accounting.noise_for finds it for an epsilon")
+    return partial(PrivateMean, clips=clips, noise=privacy.noise, draws=draws)

@@ -38,5 +38,5 @@ class PrivacySettings:
 
     @property
     def budget(self) -> float | None:
-        """The epsilon that ends the run before it is exceeded; None where noise, delta and epsilon are not all given."""
+        """The epsilon that ends the run before it is exceeded; None unless noise, delta and epsilon are all given."""
         return self.epsilon if self.noise is not None and self.delta is not None else None

@@ -16,6 +16,7 @@ from fedllm.algorithms import Algorithm, canonical_name, load_algorithm
 from fedllm.common.errors import UserError
 from fedllm.common.schema import build, key_aliases, keys, nearest, without_nulls
 from fedllm.config.algorithm_choice import Choice
+from fedllm.config.privacy_checks import check_privacy, check_sampling
 from fedllm.config.settings import (
     SAMPLED,
     CostsSettings,
@@ -132,6 +133,7 @@ _LATER_KEYS = {
     ("model", "head"): "new",
     ("model", "norm"): "average",
     ("lora", "train"): "AB",
+    ("federation", "sampling"): "fixed",
     ("uploads", "clip"): None,
     ("uploads", "bits"): "float32",
     ("costs", "seconds_per_step"): None,
@@ -203,17 +205,25 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
     recipe = Recipe(name=name, algorithm=_plain(algorithm), notes=notes, **sections)
     if why := misfit_of_weights(recipe.lora is None, recipe.model, recipe.run):
         raise UserError(f"{where}: {why}")
-    if recipe.uploads.clip is not None:
-        try:
-            recipe.uploads.norms(recipe.load_algorithm())
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+    try:
+        _check_uploads(recipe)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     if (count := recipe.partition.known_clients) is None:
         return recipe
     try:
         return recipe.for_clients(count)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def _check_uploads(recipe: Recipe) -> None:
+    """Raises UserError, naming the key, for settings of sampling, uploads and privacy that do not go together."""
+    check_sampling(recipe.federation)
+    if recipe.uploads.clip is not None:
+        recipe.uploads.norms(recipe.load_algorithm())
+    if recipe.privacy is not None:
+        check_privacy(recipe.privacy, recipe.federation, recipe.local, recipe.uploads, recipe.load_algorithm())
 
 
 def _check_sections(values: Mapping[str, Any], where: str) -> None:
