@@ -18,7 +18,7 @@ ALGORITHM ?=
 SUITE = $(MODEL:%=--model %) $(ALGORITHM:%=--algorithm %) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart instruct federation test lint format docs glue-all 20news table gpu-bench clean
+.PHONY: help setup quickstart instruct federation test lint format docs package glue-all 20news table gpu-bench clean
 
 help:  ## list these targets
 	@echo "make TARGET [MODEL=minilm] [ALGORITHM=fedadamw] [ARGS='run.seed=1 ...'] [PYTHON=$(PYTHON)]"
@@ -53,6 +53,11 @@ format: $(DEV)  ## fix what ruff can fix, and format
 
 docs: $(DEV)  ## generate docs/reference, the tables of docs/explanation/scaling.md and the picture of the architecture
 	@$(BIN)/python -m docs.generate
+
+package: $(DEV)  ## build the wheel and the source archive into dist/, and check them
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation
+	@$(BIN)/twine check --strict dist/*
 
 glue-all: $(RUNTIME)  ## run the seven GLUE tasks with one ALGORITHM and MODEL (roberta or minilm), and print a table of scores
 	@$(BIN)/fedllm suite glue $(SUITE)

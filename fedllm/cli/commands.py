@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from fedllm import __version__
-from fedllm.cli import federation, inspection, results, trained, training
+from fedllm.cli import federation, inspection, new, results, trained, training
 from fedllm.cli.options import (
     CommandParser,
     Handler,
@@ -99,6 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fedllm {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
-    for group in (training, federation, results, trained, inspection):
+    for group in (training, new, federation, results, trained, inspection):
         group.add_commands(commands)
     return parser

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from fedllm.config.shipped_recipes import find_recipe
+
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["CommandParser"]
 
@@ -48,7 +50,11 @@ def add_command(
 
 def add_recipe(parser: CommandParser) -> None:
     """Adds the arguments RECIPE and section.key=value."""
-    parser.add_argument("recipe", help="a recipe's YAML file")
+    parser.add_argument(
+        "recipe",
+        type=find_recipe,
+        help="a recipe's YAML file; recipes/quickstart.yaml and others are found outside a clone, too",
+    )
     add_overrides(parser, "for example algorithm.lr=3e-4; null returns a key to its default")
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fedllm.cli.options import add_command, add_overrides, add_recipe, grid_keys, importing, one_speaks, recipe_keys
 from fedllm.common.errors import RunError, UserError
+from fedllm.config.shipped_recipes import RECIPES, find_recipe, find_recipes_folder, require_own
 from fedllm.sweeps.paper_tables import TABLES
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ def add_commands(commands: Commands) -> None:
 
     what = "run a grid of settings and seeds over a recipe"
     sweep = add_command(commands, "sweep", _sweep, what, grid_keys, resumes=True)
-    sweep.add_argument("recipe", help="a recipe's YAML file")
-    sweep.add_argument("grid", help="a grid's YAML file")
+    sweep.add_argument("recipe", type=find_recipe, help="a recipe's YAML file")
+    sweep.add_argument("grid", type=find_recipe, help="a grid's YAML file")
     add_overrides(sweep, "on top of every cell")
     sweep.add_argument("--out", type=Path, help="folder of the runs; default runs/<recipe>-<grid>")
     sweep.add_argument("--only", action="append", default=[], metavar="CASE", help="this case only; may be repeated")
@@ -56,7 +57,9 @@ def add_commands(commands: Commands) -> None:
     suite.add_argument(
         "--small", action="store_true", help="of a table: a small model and a federation for two CPU cores"
     )
-    suite.add_argument("--recipes", type=Path, default=Path("recipes"), help="folder of the recipes (default recipes)")
+    suite.add_argument(
+        "--recipes", type=Path, default=RECIPES, help="folder of the recipes (default recipes, or the installed ones)"
+    )
     suite.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs and the table (default runs)")
     suite.add_argument("--beside", type=Path, metavar="CSV", help="scores for a column of their own: a scores.csv")
 
@@ -78,6 +81,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _tune(arguments: argparse.Namespace) -> int:
     from fedllm.config.recipe import load_recipe
 
+    if not arguments.dry_run:
+        require_own(arguments.recipe, "fedllm tune")
     load_recipe(arguments.recipe, arguments.overrides)
     with importing():
         from fedllm.experiment.tune import tune
@@ -104,6 +109,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _suite(arguments: argparse.Namespace) -> int:
+    arguments.recipes = find_recipes_folder(arguments.recipes)
     if arguments.name in TABLES:
         return _table(arguments)
     from fedllm.sweeps.suite_plan import plan_suite

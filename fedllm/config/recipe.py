@@ -122,7 +122,7 @@ FREE_KEYS = frozenset(
         "trackers",
         "max_hours",
     )
-) | {("data", "title"), *(("deployment", key) for key in keys(DeploymentSettings))}
+) | {("data", "title"), ("eval", "keep_best"), *(("deployment", key) for key in keys(DeploymentSettings))}
 # Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
 CHOSEN_KEYS = ("stacked_clients", "slices")
 # Settings whose "auto" or null a run replaces by its choice in its recipe.yaml; runs that chose differently are not
@@ -143,6 +143,9 @@ _LATER_KEYS = {
     ("data", "image"): None,
     ("data", "image_size"): None,
     ("data", "augment"): "none",
+    ("eval", "metric"): None,
+    ("eval", "patience"): None,
+    ("eval", "keep_best"): False,
     ("eval", "start"): False,
     ("eval", "by"): None,
     ("eval", "samples"): 0,

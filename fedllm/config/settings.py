@@ -60,13 +60,20 @@ class EvalSettings:
         None, "metric: value to reach, for rounds-to-target; a loss is reached from above"
     )
     stop_at_target: bool = setting(False, "end the run when the target is reached")
+    metric: str | None = setting(
+        None, "score by which a round is the best, of patience and keep_best; null = the headline score"
+    )
+    patience: int | None = setting(
+        None, "end the run after so many evaluations in a row without a better score; null = never"
+    )
+    keep_best: bool = setting(False, "also keep the checkpoint of the best evaluated round, for `fedllm export --best`")
     start: bool = setting(False, "at the end, also evaluate the model as it was before round 1")
     by: str | None = setting(None, "column of the validation split; the scores of each of its values at the end")
     samples: int = setting(0, "validation prompts that a language model answers at the end, before and after training")
     new_tokens: int = setting(48, "tokens of such an answer at most")
 
     def __post_init__(self) -> None:
-        require_positive_settings(self, "every", "new_tokens")
+        require_positive_settings(self, "every", "new_tokens", "patience")
         if self.samples < 0:
             raise UserError(f"samples: found {self.samples}, expected 0 or more")
         if self.stop_at_target and not self.target:

@@ -25,11 +25,10 @@ def check_evaluation(recipe: Recipe, task: Task, dataset: Dataset) -> None:
             f"{dataset.name}"
         )
     known = (*task.metric_names, LOSS)
-    for name in settings.target or {}:
+    named = [("target", name) for name in settings.target or {}] + [("metric", settings.metric or known[0])]
+    for key, name in named:
         if name not in known:
-            raise UserError(
-                f"eval.target: found metric '{name}', expected one of {', '.join(known)} for {dataset.name}"
-            )
+            raise UserError(f"eval.{key}: found metric '{name}', expected one of {', '.join(known)} for {dataset.name}")
 
 
 def check_parts(parts: list[np.ndarray], recipe: Recipe) -> None:

@@ -78,8 +78,11 @@ class Checkpoints:
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         self.folder, self._warn = folder, warn
 
-    def save(self, federation: FederationState, metrics: list[dict[str, Any]], facts: RunFacts) -> Path:
-        """Writes the state after federation.round rounds, and removes all but the two newest checkpoints.
+    def save(
+        self, federation: FederationState, metrics: list[dict[str, Any]], facts: RunFacts, best: int | None = None
+    ) -> Path:
+        """Writes the state after federation.round rounds, and removes all but the two newest checkpoints and that of
+        round `best`.
 
         Raises RunError if it cannot be written (for example on a full disk). Earlier checkpoints then stay intact.
         """
@@ -103,7 +106,8 @@ class Checkpoints:
                 f"the checkpoint of round {federation.round} could not be written to {self.folder}: {error}; make room"
             ) from error
         for old in self._newest()[_KEEP:]:
-            shutil.rmtree(old, ignore_errors=True)
+            if int(old.name) != best:
+                shutil.rmtree(old, ignore_errors=True)
         return final
 
     def latest(self) -> Snapshot | None:

@@ -55,7 +55,7 @@ def plan_export(
 def _best_round(folder: Path) -> int:
     """The round with the best headline score. Raises UserError unless its checkpoint is kept."""
     run = load_run(folder)
-    name = run.result["primary"]
+    name = run.result.get("best_by", run.result["primary"])
     if name not in run.result["best"]:
         raise UserError(f"{folder}: no round has been evaluated yet, so none is the best; export with --round instead")
     best, kept = run.result["best"][name], kept_rounds(folder)
@@ -67,5 +67,6 @@ def _best_round(folder: Path) -> int:
         again = f"federation.rounds={round} and another run.dir"
     raise UserError(
         f"{folder}: {name} is best in round {round} ({best['value']:.4f}), whose weights are not kept; there are "
-        f"checkpoints of {rounds_text(kept)}, which --round exports. To have round {round}, run its recipe with {again}"
+        f"checkpoints of {rounds_text(kept)}, which --round exports. To have round {round}, run its recipe with "
+        f"{again}; eval.keep_best=true keeps the best round of a run"
     )

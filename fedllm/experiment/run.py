@@ -30,7 +30,7 @@ from fedllm.experiment.records import run_result
 from fedllm.experiment.resume import OtherRunError, check_folder
 from fedllm.experiment.round_source import RoundSource
 from fedllm.experiment.run_lock import RunInUseError, run_lock
-from fedllm.experiment.session import CLIENTS, Session, is_complete, open_session
+from fedllm.experiment.session import CLIENTS, Session, ended_by, open_session
 from fedllm.experiment.stopping import StopRequests, stop_requests
 from fedllm.experiment.trackers import require_installed
 from fedllm.experiment.trained_files import save_trained
@@ -180,6 +180,10 @@ def _finish(session: Session) -> RunResult:
     say(f"{session.folder}: {final} after {session.state.round} rounds", "bold")
     trained = job.recipe.trained_folder
     say(f"{trained} in {session.folder / trained}, curves in {session.folder / 'curves.png'}")
+    if result["ended_by"] == "patience":
+        best = result["best"].get(session.best_by)
+        since = f", which was {best['value']:.4f} in round {best['round']}" if best else ""
+        say(f"ended after {job.recipe.eval.patience} evaluations without a better {session.best_by}{since}")
     _warn_of_missed_target(session, result)
     return RunResult(session.folder, result, session.metrics)
 
@@ -209,13 +213,19 @@ def _write_result(session: Session, compared: dict[str, Any]) -> dict[str, Any]:
         card = model_card(job.recipe, job.backbone, job.task, trained)
         save_trained(job.recipe, job.model, folder / job.recipe.trained_folder, job.backbone, card)
         write_answers(job, session.state.x, folder)
-        result = run_result(job, session.state, session.metrics, session.facts) | compared
+        ended = {"best_by": session.best_by, "ended_by": _ended_by(session)}
+        result = run_result(job, session.state, session.metrics, session.facts) | ended | compared
         shutil.rmtree(folder / CLIENTS, ignore_errors=True)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")
         _plot(folder)
     except OSError as error:
         raise RunError(f"{folder} could not be written: {error}; make room") from error
     return result
+
+
+def _ended_by(session: Session) -> str:
+    """What ended the run: "rounds", "target", "patience", or "epsilon" where the next round would exceed the budget."""
+    return ended_by(session.job.recipe, session.best_by, session.metrics) or "epsilon"
 
 
 def _plot(folder: Path) -> None:
@@ -240,6 +250,7 @@ def _read_finished(folder: Path, recipe: Recipe) -> list[Any] | None:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    if not (is_complete(recipe, metrics) or result.get("privacy", {}).get("ended_by_budget")):
+    by_budget = result.get("privacy", {}).get("ended_by_budget")
+    if ended_by(recipe, recipe.eval.metric or result["primary"], metrics) is None and not by_budget:
         return None
     return [result, metrics]

@@ -27,7 +27,7 @@ from fedllm.federation.executor import Executor, describe
 from fedllm.federation.rounds import start
 from fedllm.federation.setup import BUFFERS
 from fedllm.federation.state import FederationState, blank
-from fedllm.results.format import rounds_to
+from fedllm.results.format import best_line, out_of_patience, rounds_to
 
 CLIENTS = "clients"  # subfolder of the run folder, removed when the run ends; checkpoints link its files
 
@@ -45,15 +45,32 @@ class Session:
 
     @property
     def complete(self) -> bool:
-        """Whether all rounds are done, the target is reached and the run stops there, or the next round would exceed
-        privacy.epsilon."""
-        return is_complete(self.job.recipe, self.metrics) or len(self.metrics) >= self.job.last_round
+        """Whether the run has ended, see `ended_by`, or the next round would exceed privacy.epsilon."""
+        over = len(self.metrics) >= self.job.last_round
+        return over or ended_by(self.job.recipe, self.best_by, self.metrics) is not None
+
+    @property
+    def best_by(self) -> str:
+        """The score by which a round is the best."""
+        return self.job.recipe.eval.metric or self.job.task.primary
+
+    @property
+    def best_round(self) -> int | None:
+        """The best evaluated round so far; None before the first."""
+        best = best_line(self.best_by, self.metrics)
+        return None if best is None else int(best["round"])
 
 
-def is_complete(recipe: Recipe, metrics: Sequence[dict[str, Any]]) -> bool:
-    """Whether these rounds are all that the recipe asks for. metrics: the lines of metrics.jsonl."""
-    reached = recipe.eval.stop_at_target and rounds_to(recipe.eval.target, metrics) is not None
-    return len(metrics) >= recipe.federation.rounds or reached
+def ended_by(recipe: Recipe, best_by: str, metrics: Sequence[dict[str, Any]]) -> str | None:
+    """What ended a run after these rounds: "rounds", "target" or "patience"; None where it goes on.
+
+    best_by: the score by which a round is the best. metrics: the lines of metrics.jsonl.
+    """
+    if recipe.eval.stop_at_target and rounds_to(recipe.eval.target, metrics) is not None:
+        return "target"
+    if len(metrics) >= recipe.federation.rounds:
+        return "rounds"
+    return "patience" if out_of_patience(best_by, recipe.eval.patience, metrics) else None
 
 
 def open_session(

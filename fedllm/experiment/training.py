@@ -65,7 +65,8 @@ def train(
             trackers.write(line)
             progress.finish(state.round, _note(session))
             reason = stop.agreed(executor, recipe.run.max_hours)
-            if session.complete or reason or state.round % recipe.run.checkpoint_every == 0:
+            best = recipe.eval.keep_best and session.best_round == state.round
+            if session.complete or reason or best or state.round % recipe.run.checkpoint_every == 0:
                 with section("checkpoint"):
                     _save(session, checkpoints)
             end_round(state.round)
@@ -99,7 +100,8 @@ def _train_round(session: Session, source: RoundSource, plan: Plan) -> tuple[Rou
 def _save(session: Session, checkpoints: Checkpoints) -> None:
     """Writes a checkpoint on rank 0, after it has collected all clients' vectors."""
     session.executor.fetch(session.state.clients)
-    session.executor.on_first(lambda: checkpoints.save(session.state, session.metrics, session.facts).name)
+    best = session.best_round if session.job.recipe.eval.keep_best else None
+    session.executor.on_first(lambda: checkpoints.save(session.state, session.metrics, session.facts, best).name)
 
 
 def _step_down(session: Session, plan: Plan, report: RoundReport) -> Plan:
@@ -138,9 +140,9 @@ def _say_budget(session: Session) -> None:
 
 def _note(session: Session) -> str:
     """A short text with the last round's figures."""
-    primary = session.job.task.primary
-    best = min if lower_is_better(primary) else max
-    scores = [line[primary] for line in session.metrics if line.get(primary) is not None]
+    name = session.best_by
+    best = min if lower_is_better(name) else max
+    scores = [line[name] for line in session.metrics if line.get(name) is not None]
     loss = session.metrics[-1]["train_loss"]
     parts = [f"train loss {loss:.4f}"] if loss is not None else []
-    return "  ".join([*parts, *([f"{primary} {scores[-1]:.4f} (best {best(scores):.4f})"] if scores else [])])
+    return "  ".join([*parts, *([f"{name} {scores[-1]:.4f} (best {best(scores):.4f})"] if scores else [])])

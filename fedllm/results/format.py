@@ -29,6 +29,22 @@ def _reached(name: str, score: Any, value: float) -> bool:
     return is_number(score) and (score <= value if lower_is_better(name) else score >= value)
 
 
+def best_line(name: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first of the lines with the best value of a score; None where none has a number for it."""
+    lines = [line for line in rounds if line.get(name) is not None]
+    return (min if lower_is_better(name) else max)(lines, key=lambda line: line[name]) if lines else None
+
+
+def out_of_patience(name: str, patience: int | None, rounds: Sequence[dict[str, Any]]) -> bool:
+    """Whether the last `patience` evaluations gave no better score than the ones before. One that gave no number, for
+    example of a diverged model, is no better."""
+    scored = [line for line in rounds if LOSS in line]
+    if patience is None or len(scored) <= patience:
+        return False
+    best = best_line(name, scored)
+    return best is None or sum(line["round"] > best["round"] for line in scored) >= patience
+
+
 def outcome(names: Iterable[str], target: dict[str, float] | None, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The part of result.json that is computed from metrics.jsonl alone. names: names of the scores and the loss."""
     names = list(names)
@@ -36,8 +52,7 @@ def outcome(names: Iterable[str], target: dict[str, float] | None, rounds: Seque
     last = scored[-1] if scored else {}
     best = {}
     for name in names:
-        if lines := [line for line in scored if line.get(name) is not None]:
-            top = (min if lower_is_better(name) else max)(lines, key=lambda line: line[name])
+        if (top := best_line(name, scored)) is not None:
             best[name] = {"value": top[name], "round": top["round"]}
     return {
         "final": {name: last.get(name) for name in names},

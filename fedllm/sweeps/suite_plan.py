@@ -108,7 +108,7 @@ def _recipe_file(recipes: Path, suite: Suite, task: str, model: str) -> Path:
 def require_recipes_folder(recipes: Path) -> None:
     """Raises UserError if the folder of the recipes does not exist."""
     if not recipes.is_dir():
-        raise UserError(f"{recipes}: no such folder; start in a clone of fedllm, or name the recipes' with --recipes")
+        raise UserError(f"{recipes}: no such folder; name that of the recipes with --recipes, or leave the option out")
 
 
 def require_no_dir(recipe: Recipe) -> None:

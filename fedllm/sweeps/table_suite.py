@@ -15,7 +15,7 @@ from fedllm.experiment.launch import executor_for
 from fedllm.experiment.resume import check_folder
 from fedllm.experiment.run import run
 from fedllm.experiment.run_lock import run_each_when_free, run_lock
-from fedllm.experiment.session import is_complete
+from fedllm.experiment.session import ended_by
 from fedllm.experiment.stopping import stop_requests
 from fedllm.federation.executor import Executor
 from fedllm.models.sources import check_available
@@ -139,7 +139,7 @@ def _finished(plan: TablePlan, cell: Cell) -> Iterator[RunRecord]:
         except UserError as error:
             warn(f"left out: {error}")
             continue
-        if is_complete(recipe, found.rounds):
+        if ended_by(recipe, recipe.eval.metric or found.primary, found.rounds):
             yield found
         else:
             warn(f"left out: {folder} has {len(found.rounds)} rounds, expected {recipe.federation.rounds}")

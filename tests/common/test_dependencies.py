@@ -69,14 +69,3 @@ def test_every_dependency_is_pinned_to_a_version_that_it_allows(part: str) -> No
     for need in CORE if part == "core" else EXTRAS[part]:
         if part not in UNPINNED:
             assert need.specifier.contains(pins[canonicalize_name(need.name)]), need
-
-
-def test_every_file_that_is_not_python_is_package_data() -> None:
-    declared = {
-        path
-        for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items()
-        for pattern in patterns
-        for path in (REPO / package.replace(".", "/")).glob(pattern)
-    }
-    others = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    assert declared == others != set()

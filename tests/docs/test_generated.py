@@ -26,9 +26,8 @@ def test_pages_have_every_key_command_and_public_name() -> None:
     assert "| `federation.rounds` | a whole number | `100` | number of rounds T |" in keys
     assert keys.count("\n| `") > 45
     assert re.findall(r"^## fedllm (\w+)", commands, flags=re.MULTILINE) == [
-        "run", "tune", "sweep", "suite", "serve", "site", "federation", "report", "evaluate", "predict", "export",
-        "chat", "push", "partition",
-        "blocks", "hessian", "theory", "algorithms", "doctor",
+        "run", "tune", "sweep", "suite", "new", "serve", "site", "federation", "report", "evaluate", "predict",
+        "export", "chat", "push", "partition", "blocks", "hessian", "theory", "algorithms", "doctor",
     ]  # fmt: skip
     assert "fedllm report runs [runs ...] [--out OUT] [--target METRIC=VALUE]" in commands
     assert {"simulate", "run_recipe", "partition", "Client", "Server"} <= set(

@@ -224,7 +224,7 @@ def test_a_task_that_cannot_be_run_is_named_and_the_others_go_on(
     [
         (["--model", "robreta"], "model: found 'robreta' (did you mean 'roberta'?), expected one of roberta, minilm"),
         (["--algorithm", "fedadan"], "unknown algorithm 'fedadan'"),
-        (["--recipes", "nowhere"], "nowhere: no such folder; start in a clone of fedllm, or name the recipes'"),
+        (["--recipes", "nowhere"], "nowhere: no such folder; name that of the recipes"),
         (["run.dir=x"], "run.dir: found x, but every run of a suite has its own folder; give --out"),
         (["federation.round=1"], "did you mean 'rounds'?"),
     ],

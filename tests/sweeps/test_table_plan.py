@@ -157,7 +157,7 @@ def test_seeds_are_the_recipes_own_where_none_are_given() -> None:
         (["fadamgc-table2", "--seeds", "a"], "--seeds: found 'a'"),
         (["fadamgc-table2", "--seeds=-1"], "--seeds: found '-1'"),
         (["fadamgc-table2", "--beside", "x.csv"], "--beside is for one algorithm"),
-        (["fadamgc-table2", "--recipes", "nowhere"], "nowhere: no such folder; start in a clone of fedllm"),
+        (["fadamgc-table2", "--recipes", "nowhere"], "nowhere: no such folder; name that of the recipes"),
         (["fadamgc-table2", "run.dir=x"], "run.dir: found x, but every run of a suite has its own folder"),
         (["fadamgc-table2", "algorithm=fedavg"], "algorithm.name: found fedavg; choose it with --algorithm"),
         (["glue", "--small"], "suite glue: --small is for a paper's table: fedadamw-table3, fadamgc-table2,"),
