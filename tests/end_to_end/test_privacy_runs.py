@@ -98,6 +98,7 @@ def test_a_budget_ends_the_run_before_the_round_beyond_it(
     assert "privacy: the run ends after round 2 of 4: one more would exceed epsilon" in said
     assert len(done.metrics) == 2
     assert done.result["privacy"]["ended_by_budget"]
+    assert done.result["ended_by"] == "epsilon"
     assert done.result["privacy"]["epsilon"] <= allowed
     assert done.metrics[-1]["epsilon"] == done.result["privacy"]["epsilon"]
     longer = run_recipe(tiny / "recipe.yaml", [*overrides, "federation.rounds=6"], tmp_path / "run")
