@@ -114,6 +114,6 @@ $(FLOWER): $(RUNTIME) constraints-flower.txt
 
 $(DEV): $(RUNTIME) $(INSTRUCT) $(FLOWER)
 	@echo "setup: tests and linters"
-	@$(PIP) install -c constraints.txt -e '.[dev,gguf,quant]'
+	@$(PIP) install -c constraints.txt -e '.[dev,gguf,quant,privacy]'
 	@echo "setup: done; try $(BIN)/fedllm doctor"
 	@touch $@

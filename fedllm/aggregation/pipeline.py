@@ -19,6 +19,9 @@ import torch
 from fedllm.aggregation.base import Reduction
 from fedllm.aggregation.clipping import Clip
 from fedllm.aggregation.compression import Rounding, format_of, from_wire, sent_bytes, to_wire
+from fedllm.aggregation.privacy import Draws, PrivateMean, seeded
+from fedllm.aggregation.privacy_checks import require_bounded
+from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.aggregation.reduction import WeightedMean
 from fedllm.aggregation.row_reduction import RowReduction
 from fedllm.aggregation.settings import MEAN, PLAIN, RobustSettings, UploadsSettings
@@ -27,6 +30,8 @@ from fedllm.aggregation.uploads import Declared, Uploads
 from fedllm.algorithms.base import Algorithm, RoundInfo
 from fedllm.common.errors import UserError
 from fedllm.common.tensors import State
+
+MakeReduction = Callable[[Algorithm, Declared, RoundInfo, torch.device], Reduction]
 
 
 class UploadStep(Protocol):
@@ -72,25 +77,43 @@ class Pipeline:
     """
 
     steps: tuple[UploadStep, ...] = (FiniteCheck(),)
-    reduction: Callable[[Algorithm, Declared, RoundInfo, torch.device], Reduction] = WeightedMean
+    reduction: MakeReduction = WeightedMean
     settings: UploadsSettings = PLAIN
 
     @classmethod
-    def of(cls, settings: UploadsSettings, algorithm: Algorithm, seed: int, robust: RobustSettings = MEAN) -> Pipeline:
-        """The pipeline of a recipe. seed: run.seed. Raises UserError for a norm of a vector that is not sent, and for a
-        robust rule that does not fit the algorithm."""
+    def of(
+        cls,
+        settings: UploadsSettings,
+        algorithm: Algorithm,
+        seed: int,
+        robust: RobustSettings = MEAN,
+        privacy: PrivacySettings | None = None,
+        draws: Draws | None = None,
+    ) -> Pipeline:
+        """The pipeline of a recipe. seed: run.seed. draws: where the noise comes from, by default the seed.
+
+        Raises UserError for a norm of a vector that is not sent, for a robust rule that does not fit the algorithm, and
+        for what client-level privacy cannot cover."""
         if why := robust.misfit(algorithm, None):
             raise UserError(why)
-        reduction = WeightedMean if robust == MEAN else partial(RowReduction, robust)
+        private = _private_mean(settings, algorithm, privacy, draws or seeded(seed))
+        if private is not None and robust != MEAN:
+            raise UserError("privacy: found with robust, whose rules no epsilon is known for; leave one of them out")
+        reduction = private or (WeightedMean if robust == MEAN else partial(RowReduction, robust))
         if settings == PLAIN:
             return cls(reduction=reduction)
         steps: list[UploadStep] = []
-        clipping = Clip(settings.norms(algorithm))
+        clipping = Clip(settings.norms(algorithm), counting=private is not None)
         steps += [clipping] if clipping.norms else []
         if settings.bits != "float32":
             steps += [Rounding(settings.bits, seed)]
             steps += [clipping] if clipping.norms else []  # rounding may lengthen a vector
         return cls((FiniteCheck(), *steps, KeepWhatWasSent(algorithm)), reduction, settings)
+
+    @property
+    def private(self) -> bool:
+        """Whether the reduction adds the noise of client-level privacy."""
+        return isinstance(self.reduction, partial) and self.reduction.func is PrivateMean
 
     def wire(self, uploads: Uploads, names: Iterable[str]) -> State:
         """The tensors that travel for the vectors `names` of one client, after `send`."""
@@ -113,3 +136,15 @@ class Pipeline:
         """The server's part of all steps."""
         for step in reversed(self.steps):
             step.receive(uploads, declared, rows)
+
+
+def _private_mean(
+    uploads: UploadsSettings, algorithm: Algorithm, privacy: PrivacySettings | None, draws: Draws
+) -> MakeReduction | None:
+    """The reduction that adds the noise of client-level privacy; None without it."""
+    if privacy is None or privacy.level != "client":
+        return None
+    clips = require_bounded(algorithm, uploads)
+    if privacy.noise is None:
+        raise UserError("privacy.noise: missing; fedllm.aggregation.accounting.noise_for finds it for an epsilon")
+    return partial(PrivateMean, clips=clips, noise=privacy.noise, draws=draws)

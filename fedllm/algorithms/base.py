@@ -85,6 +85,7 @@ class Algorithm:
     paper: ClassVar[str] = ""
     derivable: ClassVar[tuple[str, ...]] = ()  # downloads computable from the last two x
     moment: ClassVar[str | None] = None  # the local second moment [C, d]; v_spread measures its spread
+    nonnegative: ClassVar[tuple[str, ...]] = ()  # uploads whose mean is set to 0 where noise made it negative
 
     lr: float = setting(1e-3, "local learning rate", symbol="eta")
     server_lr: float = setting(1.0, "server learning rate", symbol="eta_g")

@@ -52,6 +52,7 @@ class FAdamGCB(Algorithm):
     aliases: ClassVar = ("fadamgt_b", "fedit_adamgt_b")
     paper: ClassVar = "ours: FAdamGC's correction with FedAdamW's block means of v"
     moment: ClassVar = "v"
+    nonnegative: ClassVar = ("vbar",)
 
     betas: tuple[float, float] = setting((0.9, 0.99), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root", symbol="eps")

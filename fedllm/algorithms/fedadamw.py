@@ -55,6 +55,7 @@ class FedAdamW(Algorithm):
     paper: ClassVar = "FedAdamW: A Communication-Efficient Optimizer for Federated Large Models, Alg. 2 and Alg. 3"
     derivable: ClassVar = ("Delta",)
     moment: ClassVar = "v"
+    nonnegative: ClassVar = ("vbar",)
 
     betas: tuple[float, float] = setting((0.9, 0.999), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root", symbol="eps")

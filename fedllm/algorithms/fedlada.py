@@ -48,6 +48,7 @@ class FedLADA(Algorithm):
     )
     derivable: ClassVar = ("ga",)
     moment: ClassVar = "v"
+    nonnegative: ClassVar = ("vhat",)
 
     betas: tuple[float, float] = setting((0.9, 0.99), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "root of the server's first v", symbol="eps")

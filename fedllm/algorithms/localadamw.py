@@ -46,6 +46,7 @@ class LocalAdamW(Algorithm):
     aliases: ClassVar = ("fedit_adamw", "local_adamw")
     paper: ClassVar = "FedAdamW: A Communication-Efficient Optimizer for Federated Large Models, Alg. 1 and Table 7"
     moment: ClassVar = "v"
+    nonnegative: ClassVar = ("v",)
 
     betas: tuple[float, float] = setting((0.9, 0.999), "decay of the two moments", symbol="b1, b2")
     eps: float = setting(1e-8, "added to the root", symbol="eps")

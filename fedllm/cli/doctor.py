@@ -27,6 +27,7 @@ _EXTRAS = {
     "vision": "images",
     "gguf": "GGUF models",
     "quant": "4-bit and 8-bit base models",
+    "privacy": "epsilon of runs with privacy",
     "flower": "Flower sites",
     "dev": "tests and linters",
 }

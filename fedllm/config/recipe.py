@@ -10,11 +10,13 @@ from typing import Any
 
 import yaml
 
+from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.aggregation.settings import MEAN, DownloadsSettings, RobustSettings, UploadsSettings
 from fedllm.algorithms import Algorithm, canonical_name, load_algorithm
 from fedllm.common.errors import UserError
 from fedllm.common.schema import build, key_aliases, keys, nearest, without_nulls
 from fedllm.config.algorithm_choice import Choice
+from fedllm.config.privacy_checks import check_privacy, check_sampling
 from fedllm.config.settings import (
     SAMPLED,
     CostsSettings,
@@ -36,8 +38,8 @@ class Recipe:
     """A resolved recipe.
 
     algorithm: the section as given, defaults filled in; `load_algorithm` makes the object. lora: None to train all
-    weights of the model. notes: what the user should know of how the layers were merged. folder: where the file of the
-    recipe is; None for one that was made.
+    weights of the model. privacy: None without differential privacy. notes: what the user should know of how the layers
+    were merged. folder: where the file of the recipe is; None for one that was made.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Recipe:
     robust: RobustSettings = field(default_factory=RobustSettings)
     downloads: DownloadsSettings = field(default_factory=DownloadsSettings)
     loss: LossSettings = field(default_factory=LossSettings)
+    privacy: PrivacySettings | None = None
     deployment: DeploymentSettings = field(default_factory=DeploymentSettings)
     notes: tuple[str, ...] = field(default=(), compare=False)
     folder: Path | None = field(default=None, compare=False)
@@ -79,8 +82,13 @@ class Recipe:
         if self.robust == MEAN:
             return
         given = (federation.clients_per_round, federation.tracked_per_round)
-        if why := self.robust.misfit(self.load_algorithm(), *given):
+        if why := self.robust.misfit(self.load_algorithm(), *given, federation.sampling):
             raise UserError(why)
+        if self.privacy is not None and self.privacy.level == "client":
+            raise UserError(
+                f"privacy: found robust.rule={self.robust.rule}, expected mean without robust.norm: what one client "
+                "can change by another rule is not bounded, so no epsilon is known; leave out one of the sections"
+            )
 
     @property
     def trained_folder(self) -> str:
@@ -115,13 +123,15 @@ SECTION_TYPES: dict[str, type] = {
     "uploads": UploadsSettings,
     "downloads": DownloadsSettings,
     "robust": RobustSettings,
+    "privacy": PrivacySettings,
     "costs": CostsSettings,
     "deployment": DeploymentSettings,
 }
 # Other names that recipes, grids and overrides may give for a key. What fedllm writes has the key.
 ALIASES = {(section, alias): key for section, cls in SECTION_TYPES.items() for alias, key in key_aliases(cls).items()}
-# Sections that may be null.
-OPTIONAL = ("lora",)
+# Sections that may be null, and those that are null where they are not given.
+OPTIONAL = ("lora", "privacy")
+_NULL_UNLESS_GIVEN = ("privacy",)
 # Keys of which a recipe gives one: in a higher layer it takes the place of the other.
 RIVALS = {("local", "epochs"): "steps", ("local", "steps"): "epochs"}
 # Settings that change results by rounding at most. Runs that differ in them may be resumed and compared.
@@ -143,7 +153,7 @@ FREE_KEYS = frozenset(
 CHOSEN_KEYS = ("stacked_clients", "slices")
 # Settings whose "auto" or null a run replaces by its choice in its recipe.yaml; runs that chose differently are not
 # comparable.
-DECIDED_KEYS = frozenset({("model", "head"), ("data", "image_size")})
+DECIDED_KEYS = frozenset({("model", "head"), ("data", "image_size"), ("privacy", "noise"), ("privacy", "delta")})
 # Keys that recipe.yaml of an earlier version lacks, with the value that says what that version did.
 _LATER_KEYS = {
     ("model", "head"): "new",
@@ -152,6 +162,7 @@ _LATER_KEYS = {
     ("loss", "class_weights"): None,
     ("loss", "label_smoothing"): 0.0,
     ("loss", "focal"): 0.0,
+    ("federation", "sampling"): "fixed",
     ("uploads", "clip"): None,
     ("uploads", "bits"): "float32",
     ("downloads", "bits"): "float32",
@@ -173,10 +184,10 @@ _LATER_KEYS = {
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
 }
-_LATER_SECTIONS = ("loss", "uploads", "downloads", "robust")
+_LATER_SECTIONS = ("loss", "uploads", "downloads", "robust", "privacy")
 _SECTIONS = [
     "model", "lora", "data", "partition", "algorithm", "federation", "local", "loss", "uploads", "downloads", "robust",
-    "eval", "run", "costs", "deployment",
+    "privacy", "eval", "run", "costs", "deployment",
 ]  # fmt: skip
 
 
@@ -192,7 +203,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     try:
         layers = read_layers(path, overrides, KeyRules(ALIASES, RIVALS))
-        require_keys_of_no_null(layers, OPTIONAL)
+        require_keys_of_no_null(layers, ("lora",))
         values = layers.sections(KeyRules(ALIASES, RIVALS))
         return replace(_resolved(values, layers.choice(), path.stem, str(path)), folder=path.parent)
     except UserError as error:
@@ -216,7 +227,7 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
     algorithm, notes = choice.resolve(table, where)
     sections: dict[str, Any] = {
         section: None
-        if section in values and values[section] is None
+        if values.get(section, None if section in _NULL_UNLESS_GIVEN else {}) is None
         else build(cls, without_nulls(cls, values.get(section, {})), f"{where}: {section}.")
         for section, cls in SECTION_TYPES.items()
     }
@@ -230,17 +241,22 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
     recipe = Recipe(name=name, algorithm=_plain(algorithm), notes=notes, **sections)
     if why := misfit_of_weights(recipe.lora is None, recipe.model, recipe.run):
         raise UserError(f"{where}: {why}")
-    if recipe.uploads.clip is not None:
-        try:
-            recipe.uploads.norms(recipe.load_algorithm())
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
     try:
+        _check_uploads(recipe)
         recipe.require_robust()
         count = recipe.partition.known_clients
         return recipe if count is None else recipe.for_clients(count)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def _check_uploads(recipe: Recipe) -> None:
+    """Raises UserError, naming the key, for settings of sampling, uploads and privacy that do not go together."""
+    check_sampling(recipe.federation)
+    if recipe.uploads.clip is not None:
+        recipe.uploads.norms(recipe.load_algorithm())
+    if recipe.privacy is not None:
+        check_privacy(recipe.privacy, recipe.federation, recipe.local, recipe.uploads, recipe.load_algorithm())
 
 
 def _check_sections(values: Mapping[str, Any], where: str) -> None:

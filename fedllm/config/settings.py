@@ -22,6 +22,11 @@ class FederationSettings:
         None, f"clients sampled each round S; null = {SAMPLED}, or all N where there are fewer"
     )
     tracked_per_round: int | None = setting(None, "sampled clients that send their tracking vector; null = all S")
+    sampling: Literal["fixed", "poisson"] = setting(
+        "fixed",
+        "fixed = exactly S clients each round; poisson = each client by itself with probability S/N, so that S is the "
+        "mean, and a round may have none",
+    )
     min_clients: int = setting(1, "accepted uploads below which the run stops")
 
     def __post_init__(self) -> None:

@@ -47,8 +47,12 @@ def deployed_round(
     products: see Plan.
 
     Raises RunError, with each site's reason, if fewer than min_clients uploads were accepted within the round's time.
-    The server is then as before the round.
+    The server is then as before the round. With client-level privacy one answer is enough, also one that is refused. A
+    round without clients asks nobody.
     """
+    if not clients:
+        server.skip()
+        return RoundReport([], [], None, {}, 0, 0, 0, 0, 0.0, {}, missing=[])
     steps, index, down = server.info.local_steps, server.round, _nbytes(server)
     received = _Received(Drift(server.algorithm, server.x, moments=False) if _sends_updates(server) else None)
     received.updates = {} if products else None
@@ -63,9 +67,10 @@ def deployed_round(
         return why
 
     heard = sites.ask("train", clients, order, take, max(min_clients, server.fewest))
-    require_enough(len(heard.accepted), min_clients, heard.missing | heard.refused, index)
+    if not (server.private and heard.refused):
+        require_enough(len(heard.accepted), min_clients, heard.missing | heard.refused, index)
     left_out = server.left_out()
-    drift = _drift(server, received)
+    drift, noise_ratio = _drift(server, received), server.noise_ratio
     if products:
         drift["lora_gap"] = _gap(server, received, left_out, products)
     server.aggregate(min_clients)
@@ -82,6 +87,7 @@ def deployed_round(
         compute_seconds=received.seconds,
         drift=drift,
         missing=list(heard.missing),
+        noise_ratio=noise_ratio,
     )
 
 

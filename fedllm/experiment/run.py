@@ -213,7 +213,7 @@ def _write_result(session: Session, compared: dict[str, Any]) -> dict[str, Any]:
         card = model_card(job.recipe, job.backbone, job.task, trained)
         save_trained(job.recipe, job.model, folder / job.recipe.trained_folder, job.backbone, card)
         write_answers(job, session.state.x, folder)
-        ended = {"best_by": session.best_by, "ended_by": ended_by(job.recipe, session.best_by, session.metrics)}
+        ended = {"best_by": session.best_by, "ended_by": _ended_by(session)}
         result = run_result(job, session.state, session.metrics, session.facts) | ended | compared
         shutil.rmtree(folder / CLIENTS, ignore_errors=True)
         replace_text(folder / "result.json", json.dumps(result, indent=2) + "\n")
@@ -221,6 +221,11 @@ def _write_result(session: Session, compared: dict[str, Any]) -> dict[str, Any]:
     except OSError as error:
         raise RunError(f"{folder} could not be written: {error}; make room") from error
     return result
+
+
+def _ended_by(session: Session) -> str:
+    """What ended the run: "rounds", "target", "patience", or "epsilon" where the next round would exceed the budget."""
+    return ended_by(session.job.recipe, session.best_by, session.metrics) or "epsilon"
 
 
 def _plot(folder: Path) -> None:
@@ -245,6 +250,7 @@ def _read_finished(folder: Path, recipe: Recipe) -> list[Any] | None:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    if ended_by(recipe, recipe.eval.metric or result["primary"], metrics) is None:
+    by_budget = result.get("privacy", {}).get("ended_by_budget")
+    if ended_by(recipe, recipe.eval.metric or result["primary"], metrics) is None and not by_budget:
         return None
     return [result, metrics]

@@ -120,14 +120,16 @@ class RealSites:
         job, facts, state = session.job, session.facts, session.state
         facts.run = facts.run or uuid.uuid4().hex
         info = replace(job.info, model=fingerprint(job.model))
+        recipe = job.recipe
         self._server = Server(
             job.algorithm,
             state.x,
             info,
             buffers=job.problem.buffers,
-            uploads=job.recipe.uploads,
-            robust=job.recipe.robust,
-            downloads=job.recipe.downloads,
+            uploads=recipe.uploads,
+            robust=recipe.robust,
+            downloads=recipe.downloads,
+            privacy=recipe.privacy,
         )
         self._server.round, self._server.state = state.round, state.server
         self._server.buffers = state.buffers

@@ -17,6 +17,7 @@ from fedllm.config.recipe import Recipe
 from fedllm.experiment.build import ReadCache
 from fedllm.experiment.checkpoints import Checkpoints, Snapshot
 from fedllm.experiment.job import Job
+from fedllm.experiment.privacy import decided_privacy
 from fedllm.experiment.records import partition_summary, start_costs
 from fedllm.experiment.resume import as_before, check_data
 from fedllm.experiment.round_source import RoundSource
@@ -44,8 +45,9 @@ class Session:
 
     @property
     def complete(self) -> bool:
-        """Whether the run has ended, see `ended_by`."""
-        return ended_by(self.job.recipe, self.best_by, self.metrics) is not None
+        """Whether the run has ended, see `ended_by`, or the next round would exceed privacy.epsilon."""
+        over = len(self.metrics) >= self.job.last_round
+        return over or ended_by(self.job.recipe, self.best_by, self.metrics) is not None
 
     @property
     def best_by(self) -> str:
@@ -91,7 +93,7 @@ def open_session(
     job = source.build(as_before(recipe, facts), cache, executor)
     if facts is not None:
         check_data(job, facts, folder, moved)
-    say_all(job.notes, job.dataset.warnings)
+    say_all(job.notes, job.warnings)
     executor.on_first(lambda: _describe(job, folder))
     files = executor.share_folder(_empty_folder(folder / CLIENTS, executor))
     if facts is None:
@@ -158,6 +160,7 @@ def _begin(job: Job, folder: Path, executor: Executor, files: Path) -> Session:
         shares=shares,
         head=job.backbone.start.setting,
         base=job.base_digest(),
+        privacy=decided_privacy(job.recipe),
     )
     return Session(job, folder, executor, state, facts, [])
 

@@ -85,6 +85,7 @@ class SiteRun:
             self._sent_buffers(),
             self.job.recipe.uploads,
             setup.downloads,
+            self.job.recipe.privacy,
         )
         self._ledger.settle(broadcast)
         trained = self._steps(order)

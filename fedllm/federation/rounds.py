@@ -58,7 +58,8 @@ class RoundReport:
     clients differ, see drift.measures; with a robust rule D is what the rule makes of the updates, and the clients are
     also those that it leaves out. Where it is measured, also lora_gap. forced: the number of clients trained together
     after memory ran out, None if it did not. missing: of real sites, the sampled ones that have not answered; None in a
-    simulation.
+    simulation. clipped: under client-level privacy, the share of the accepted clients whose vector of that name was
+    above its norm. noise_ratio: the length of the noise in D over that of D without it.
     """
 
     clients: list[int]
@@ -73,6 +74,8 @@ class RoundReport:
     drift: dict[str, float | None]
     forced: int | None = None
     missing: list[int] | None = None
+    clipped: dict[str, float] | None = None
+    noise_ratio: float | None = None
 
 
 def start(
@@ -122,10 +125,13 @@ def run_round(
     """Computes one round. `state` changes only at the end, if everything has succeeded.
 
     A client with a faulty upload is rejected: nothing of it enters the aggregate, and its state does not change. Raises
-    RunError if fewer than plan.min_clients uploads are accepted.
+    RunError if fewer than plan.min_clients uploads are accepted. A round without clients leaves the model as it is.
+    With client-level privacy no number of uploads is too small: at least the noise is released.
     """
     plan = plan or Plan()
     setup = setup.at(state.round)
+    if not clients:
+        return _round_of_nobody(setup, state)
     alg, info, executor = setup.algorithm, setup.info, plan.executor
     steps = local_steps(setup.problem, clients, info)
     alg.check(info, list(steps.values()))
@@ -145,7 +151,8 @@ def run_round(
         whole = join(setup, state.x, mine, notes, executor)
         left_out = whole.reduction.settle(len(whole.rejected))
         dropped = whole.leave_out(left_out)
-        require_enough(whole.reduction.clients, plan.min_clients, whole.rejected, info.index)
+        if not setup.pipeline.private:
+            require_enough(whole.reduction.clients, plan.min_clients, whole.rejected, info.index)
         reduced = whole.reduction.result()
         x, server = aggregate(alg, state.x, state.server, reduced, info)
         drift = drift_of(whole, mine, notes, executor)
@@ -168,6 +175,7 @@ def run_round(
         compute_seconds=whole.slowest,
         drift=drift,
         forced=whole.forced,
+        **whole.noised(),
     )
 
 
@@ -180,6 +188,15 @@ def _sent(setup: Setup, state: FederationState) -> tuple[FederationState, int]:
         return state, down
     found = as_read(vectors, vectors, settings)
     return replace(state, x=found.pop(""), server=state.server | found), down
+
+
+def _round_of_nobody(setup: Setup, state: FederationState) -> RoundReport:
+    """A round in which Poisson sampling has drawn no client: it counts, and without privacy changes nothing."""
+    if setup.pipeline.private:
+        reduced = PartialRound.empty(setup, state.x).reduction.result()
+        state.x, state.server = aggregate(setup.algorithm, state.x, state.server, reduced, setup.info)
+    state.round = setup.info.index + 1
+    return RoundReport([], [], None, {}, 0, 0, 0, 0, 0.0, {})
 
 
 def _buffer_bytes(setup: Setup, state: FederationState) -> int:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
 
 from fedllm.common.seeding import numpy_rng
 
+Sampling = Literal["fixed", "poisson"]
 
-def sample(seed: int, round: int, num_clients: int, sampled: int, tracked: int) -> tuple[list[int], list[int]]:
-    """S clients uniformly without replacement, and a uniform subset of T of them; both sorted."""
+
+def sample(
+    seed: int, round: int, num_clients: int, sampled: int, tracked: int, sampling: Sampling = "fixed"
+) -> tuple[list[int], list[int]]:
+    """The clients of a round, and those of them that are tracked; both sorted.
+
+    fixed: S clients uniformly without replacement, and a uniform subset of T of them. poisson: each client by itself
+    with probability S/N, and each of these with probability T/S; there may be none.
+    """
+    if sampling == "poisson":
+        clients = np.flatnonzero(numpy_rng(seed, "sample", round).random(num_clients) < sampled / num_clients)
+        kept = numpy_rng(seed, "track", round).random(num_clients)[clients] < tracked / sampled
+        return clients.tolist(), clients[kept].tolist()
     chosen = numpy_rng(seed, "sample", round).choice(num_clients, sampled, replace=False)
     subset = numpy_rng(seed, "track", round).choice(chosen, tracked, replace=False)
     return sorted(chosen.tolist()), sorted(subset.tolist())
