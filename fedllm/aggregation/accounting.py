@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -49,7 +50,7 @@ class SampledGaussian:
             return math.inf
         if self.rate == 1:
             return full_epsilon(self.noise, times, delta)
-        return max(0.0, float(self._composed(times, delta, grid).get_epsilon(delta)))
+        return max(0.0, float(self._composed(times, delta, grid).get_epsilon_for_delta(delta)))
 
     def delta(self, times: int, epsilon: float) -> float:
         """Delta of `times` sums at this epsilon."""
@@ -57,7 +58,7 @@ class SampledGaussian:
             return float(times > 0)
         if self.rate == 1:
             return full_delta(self.noise, times, epsilon)
-        return float(self._composed(times, 1e-6, _GRID).get_delta(epsilon))
+        return float(self._composed(times, 1e-6, _GRID).get_delta_for_epsilon(epsilon))
 
     def most_times(self, epsilon: float, delta: float, most: int) -> int:
         """The largest number of sums, `most` or fewer, with at most this epsilon.
@@ -74,13 +75,18 @@ class SampledGaussian:
         return low
 
     def _composed(self, times: int, delta: float, grid: float) -> Any:
-        """The accountant of dp-accounting after `times` sums."""
-        dp, pld, rdp = _library()
-        event = dp.PoissonSampledDpEvent(self.rate, dp.GaussianDpEvent(self.noise))
+        """The privacy loss distribution of `times` sums."""
+        dp, rdp, _ = _library()
         with _without_warnings():
+            event = dp.PoissonSampledDpEvent(self.rate, dp.GaussianDpEvent(self.noise))
             rough = rdp.RdpAccountant(_ORDERS).compose(event, times).get_epsilon(delta)
-            cells = grid * max(1.0, rough / _LARGE)
-            return pld.PLDAccountant(value_discretization_interval=cells).compose(event, times)
+            return _loss_of_one(self.noise, self.rate, grid * max(1.0, rough / _LARGE)).self_compose(times)
+
+
+@lru_cache(maxsize=4)
+def _loss_of_one(noise: float, rate: float, cells: float) -> Any:
+    """The privacy loss distribution of one sum."""
+    return _library()[2].from_gaussian_mechanism(noise, sampling_prob=rate, value_discretization_interval=cells)
 
 
 def accountant(rate: float) -> str:
@@ -143,13 +149,14 @@ def _log_phi(x: float) -> float:
 
 
 def _library() -> tuple[ModuleType, ModuleType, ModuleType]:
-    """dp_accounting, and its modules pld and rdp. Raises UserError where it is not installed."""
+    """dp_accounting, its RDP accountant, its privacy loss distributions. Raises UserError where it is missing."""
     try:
         import dp_accounting
-        from dp_accounting import pld, rdp
+        from dp_accounting import rdp
+        from dp_accounting.pld import privacy_loss_distribution
     except ImportError as error:
         raise UserError(f"privacy: epsilon under sampling needs dp-accounting; run: {INSTALL}") from error
-    return dp_accounting, pld, rdp
+    return dp_accounting, rdp, privacy_loss_distribution
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def measures(
     """
     norm, moving = float(torch.linalg.vector_norm(mean_update)), counts["moving"]
     found = {
-        "update_norm": counts["norms"] / counts["clients"],
+        "update_norm": counts["norms"] / counts["clients"] if counts["clients"] else math.nan,
         "mean_update_norm": norm,
         "update_cosine": along / norm / moving if norm > 0 and moving else math.nan,
     }

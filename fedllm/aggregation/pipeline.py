@@ -29,7 +29,6 @@ from fedllm.algorithms.base import Algorithm, RoundInfo
 from fedllm.common.errors import UserError
 from fedllm.common.tensors import State
 
-
 Reduction = Callable[[Algorithm, Declared, RoundInfo, torch.device], WeightedMean]
 
 
@@ -95,12 +94,17 @@ class Pipeline:
         if settings == PLAIN:
             return cls()
         steps: list[UploadStep] = []
-        clipping = Clip(settings.norms(algorithm))
+        clipping = Clip(settings.norms(algorithm), counting=private is not None)
         steps += [clipping] if clipping.norms else []
         if settings.bits != "float32":
             steps += [Rounding(settings.bits, seed)]
             steps += [clipping] if clipping.norms else []  # rounding may lengthen a vector
         return cls((FiniteCheck(), *steps, KeepWhatWasSent(algorithm)), private or WeightedMean, settings)
+
+    @property
+    def private(self) -> bool:
+        """Whether the reduction adds the noise of client-level privacy."""
+        return isinstance(self.reduction, partial) and self.reduction.func is PrivateMean
 
     def wire(self, uploads: Uploads, names: Iterable[str]) -> State:
         """The tensors that travel for the vectors `names` of one client, after `send`."""

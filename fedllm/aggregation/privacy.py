@@ -20,6 +20,7 @@ from torch import Tensor
 from fedllm.aggregation.reduction import WeightedMean
 from fedllm.aggregation.uploads import Declared
 from fedllm.algorithms.base import Algorithm, Reduced, RoundInfo
+from fedllm.common.errors import UserError
 from fedllm.common.seeding import numpy_rng
 
 Draws = Callable[[str, int, int], Tensor]  # (vector's name, round, n) -> [n], float64, standard normal
@@ -54,7 +55,7 @@ class PrivateMean(WeightedMean):
 
     clips: largest norm of each vector that is sent. noise: z. draws: where the noise comes from. A client whose upload
     is rejected adds 0, and the denominator stays S. Nothing else of the round is handed on: the number of clients is
-    S, and K eta is that of K steps.
+    S, and K eta is that of K steps. Raises UserError where clients send more than what `clips` bounds.
     """
 
     def __init__(
@@ -69,6 +70,11 @@ class PrivateMean(WeightedMean):
         draws: Draws,
     ) -> None:
         super().__init__(alg, declared, info, device)
+        if unbounded := [name for name in declared.sent if name not in clips]:
+            raise UserError(
+                f"privacy: clients also send {' and '.join(unbounded)}, which is not clipped: the running statistics "
+                "of batch norm tell of the clients' samples; set model.norm=group, which has none"
+            )
         self._alg, self._info, self._draws = alg, info, draws
         self.deviations = {name: noise * math.sqrt(len(clips)) * clips[name] for name in self.sums}
 

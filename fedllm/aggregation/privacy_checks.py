@@ -24,8 +24,8 @@ def require_bounded(algorithm: Algorithm, uploads: UploadsSettings) -> dict[str,
         )
     if algorithm.weights != "uniform":
         raise UserError(
-            f"privacy: found algorithm.weights={algorithm.weights}, expected uniform: the weights tell how many samples "
-            "clients have, and change what one client adds; set algorithm.weights=uniform"
+            f"privacy: found algorithm.weights={algorithm.weights}, expected uniform: the weights tell how many "
+            "samples clients have, and change what one client adds; set algorithm.weights=uniform"
         )
     if algorithm.needs_full_gradient():
         raise UserError(

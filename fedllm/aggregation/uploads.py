@@ -47,7 +47,7 @@ class Uploads:
     sent {name: [C, length]}. kept {name: [C, length]}: what the clients keep if their uploads are accepted.
     before {name: [C, length]}: what they kept before the round. clients: their numbers, in the order of the rows.
     round: from 0. rejected: row -> the reason why that client's upload is not accepted. encoded: name -> what travels
-    in the place of `sent[name]`, see compression.encode.
+    in the place of `sent[name]`, see compression.encode. clipped: name -> [C], whether the client scaled it down.
     """
 
     sent: State
@@ -57,6 +57,7 @@ class Uploads:
     round: int = 0
     rejected: dict[int, str] = field(default_factory=dict)
     encoded: dict[str, State] = field(default_factory=dict)
+    clipped: State = field(default_factory=dict)
 
     def accepted(self, rows: int) -> list[int]:
         """The accepted ones of the rows 0 to rows - 1."""

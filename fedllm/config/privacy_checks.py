@@ -64,8 +64,8 @@ def _check_client_level(
     require_bounded(algorithm, uploads)
     if local.steps is None:
         raise UserError(
-            f"privacy: found local.epochs={local.epochs or 1}, expected local.steps: the server's formulas use K, which "
-            "with epochs tells how many samples clients have"
+            f"privacy: found local.epochs={local.epochs or 1}, expected local.steps: the server's formulas use K, "
+            "which with epochs tells how many samples clients have"
         )
     sampled, tracked = federation.clients_per_round, federation.tracked_per_round
     if tracked is not None and tracked != sampled:

@@ -127,7 +127,7 @@ FREE_KEYS = frozenset(
 CHOSEN_KEYS = ("stacked_clients", "slices")
 # Settings whose "auto" or null a run replaces by its choice in its recipe.yaml; runs that chose differently are not
 # comparable.
-DECIDED_KEYS = frozenset({("model", "head"), ("data", "image_size")})
+DECIDED_KEYS = frozenset({("model", "head"), ("data", "image_size"), ("privacy", "noise"), ("privacy", "delta")})
 # Keys that recipe.yaml of an earlier version lacks, with the value that says what that version did.
 _LATER_KEYS = {
     ("model", "head"): "new",

@@ -26,6 +26,7 @@ from fedllm.experiment.build_problem import build_problem, clients_together
 from fedllm.experiment.job import Job
 from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.parties import EveryClient, Party
+from fedllm.experiment.privacy import settle
 from fedllm.experiment.recipe_data import grouped_by, settle_samples
 from fedllm.federation.executor import Executor
 from fedllm.federation.info import round_info
@@ -70,7 +71,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1,
     task = task_of(recipe.data, dataset.classes)
     check_evaluation(recipe, task, dataset)
     parts = party.parts(recipe, dataset)
-    recipe = recipe.for_clients(len(parts))
+    recipe = settle(recipe.for_clients(len(parts)), len(parts))
     backbone, model = _load_model(recipe, task, machine)
     recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
     tokens = _tokenize(recipe, dataset, task, backbone, cache)
@@ -91,9 +92,11 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1,
     )
     stacked = clients_together(recipe, algorithm, problem, info, machine) if party.trains_all else 1
     options = task.options(dataset.validation, backbone.tokenizer, recipe.data.max_length)
-    return Job(
+    job = Job(
         recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked, options
     )
+    job.setup.require_private()
+    return job
 
 
 def _load_model(recipe: Recipe, task: Task, machine: Machine) -> tuple[Backbone, PeftModel | PreTrainedModel]:

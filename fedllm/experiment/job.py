@@ -21,6 +21,7 @@ from fedllm.data.pixels import Pixels
 from fedllm.data.samples import Samples
 from fedllm.data.tokenization import Tokens
 from fedllm.experiment.machine import Machine
+from fedllm.experiment.privacy import privacy_warnings, rounds_within_budget
 from fedllm.experiment.recipe_data import template_digest
 from fedllm.federation.setup import Setup
 from fedllm.models.all_weights import start_digest
@@ -60,9 +61,20 @@ class Job:
         return (*self.dataset.notes, f"head: {self.backbone.start}", *self.backbone.notes)
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is likely not as the user wants it, in the data and in the recipe."""
+        return (*self.dataset.warnings, *privacy_warnings(self.recipe, self.info.num_clients))
+
+    @cached_property
+    def last_round(self) -> int:
+        """The round with which the run ends: that of federation.rounds, or the last within privacy.epsilon."""
+        return rounds_within_budget(self.recipe, self.info.num_clients)
+
+    @property
     def setup(self) -> Setup:
         """The objects that every round uses."""
-        pipeline = Pipeline.of(self.recipe.uploads, self.algorithm, self.recipe.run.seed)
+        recipe = self.recipe
+        pipeline = Pipeline.of(recipe.uploads, self.algorithm, recipe.run.seed, recipe.privacy)
         return Setup(self.algorithm, self.problem, self.info, pipeline)
 
     @property

@@ -16,6 +16,7 @@ from fedllm.experiment.build import run_folder
 from fedllm.experiment.client_samples import count_samples
 from fedllm.experiment.full_memory import FullNeed
 from fedllm.experiment.job import Job
+from fedllm.experiment.privacy import privacy_rows
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
 from fedllm.federation.costs import client_memory, traffic, vectors_per_round
@@ -48,6 +49,7 @@ def plan_table(job: Job) -> Table:
         **(_deployment(job) if _serves(job) else _sizes(job)),
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
+        **privacy_rows(job),
         "bytes per round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
         "vectors per round": _vectors(job),
         "client memory": f"{(frozen_bytes + 4 * state) / 2**20:,.1f} MiB of weights and state; "
@@ -57,7 +59,7 @@ def plan_table(job: Job) -> Table:
         "rows": _rows(job),
         "run folder": str(run_folder(recipe)),
         **{f"note {number}": note for number, note in enumerate((*job.dataset.notes, *job.backbone.notes), 1)},
-        **{f"warning {number}": text for number, text in enumerate(job.dataset.warnings, 1)},
+        **{f"warning {number}": text for number, text in enumerate(job.warnings, 1)},
         **_sample(job),
     }
     table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=False)

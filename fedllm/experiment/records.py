@@ -13,6 +13,7 @@ from typing import Any
 from fedllm.common.errors import RunError
 from fedllm.experiment.client_samples import count_samples
 from fedllm.experiment.job import Job
+from fedllm.experiment.privacy import client_level, privacy_result
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.run_facts import RunFacts
 from fedllm.federation.costs import client_memory, simulated_seconds, stored_values, vectors_per_round
@@ -28,7 +29,8 @@ class RoundRecord:
 
     seconds: of the round, without the evaluation. simulated_seconds: of the slowest client, including its transfer.
     rejected: client -> reason. drift: see drift.measures. scores: the evaluation's scores, loss and seconds; empty in a
-    round without an evaluation. missing: see RoundReport; a simulation's line has none.
+    round without an evaluation. missing: see RoundReport; a simulation's line has none. privacy: of client-level
+    privacy, clipped and noise_ratio of RoundReport, and epsilon in a round with an evaluation.
     """
 
     round: int
@@ -42,6 +44,7 @@ class RoundRecord:
     drift: dict[str, float | None]
     scores: dict[str, Any] = field(default_factory=dict)
     missing: list[int] | None = None
+    privacy: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: Job, round: int, report: RoundReport, seconds: float) -> RoundRecord:
@@ -59,14 +62,20 @@ class RoundRecord:
             rejected={str(client): why for client, why in report.rejected.items()},
             drift=report.drift,
             missing=report.missing,
+            privacy=_noised(report) if client_level(job.recipe) else {},
         )
 
     def line(self) -> dict[str, Any]:
         """The line of metrics.jsonl as a JSON object."""
-        apart = ("drift", "scores", "missing")
+        apart = ("drift", "scores", "missing", "privacy")
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in apart}
         missing = {} if self.missing is None else {"missing": self.missing}
-        return {**values, **missing, **self.drift, **self.scores}
+        return {**values, **missing, **self.drift, **self.privacy, **self.scores}
+
+
+def _noised(report: RoundReport) -> dict[str, Any]:
+    clipped = {} if report.clipped is None else {name: round_to(share) for name, share in report.clipped.items()}
+    return {"clipped": clipped, "noise_ratio": report.noise_ratio}
 
 
 def append_line(path: Path, line: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +158,7 @@ def run_result(job: Job, federation: FederationState, metrics: list[dict[str, An
             "a_client": 4 * stored_values(job.algorithm, info, dim),
             "all": federation.clients.nbytes(),
         },
+        **privacy_result(job, metrics[-1]["round"]),
         "seed": recipe.run.seed,
         "machine": {
             "device": str(job.machine.device),

@@ -175,4 +175,7 @@ def as_before(recipe: Recipe, facts: RunFacts | None) -> Recipe:
     for name, value in before.items():
         if (now := getattr(recipe.run, name)) not in ("auto", value):
             say(f"run.{name}={now} is for a new run; this one goes on with {value}")
+    if recipe.privacy is not None and facts.privacy:
+        noise, delta = facts.privacy["noise"], facts.privacy["delta"]
+        recipe = replace(recipe, privacy=replace(recipe.privacy, noise=noise, delta=delta))
     return replace(recipe, run=replace(recipe.run, **before), model=replace(recipe.model, head=facts.head))

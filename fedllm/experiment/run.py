@@ -239,6 +239,7 @@ def _read_finished(folder: Path, recipe: Recipe) -> list[Any] | None:
         raise RunError(f"{error}; {advice}") from error
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]
-    if not is_complete(recipe, metrics):
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    if not (is_complete(recipe, metrics) or result.get("privacy", {}).get("ended_by_budget")):
         return None
-    return [json.loads((folder / "result.json").read_text(encoding="utf-8")), metrics]
+    return [result, metrics]

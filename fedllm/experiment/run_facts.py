@@ -18,7 +18,8 @@ class RunFacts:
     start: COSTS of what came before round 1. stepped_down: the rounds in which memory forced something.
     eval_cuts: into how many parts memory forced an evaluation's batches. head: what model.head=auto chose. base: see
     Job.base_digest; None if an earlier version wrote the checkpoint. run, counted: of a deployed run, its name and the
-    receipt of each site's last upload that counted, by site; see deployment.server.
+    receipt of each site's last upload that counted, by site; see deployment.server. privacy: the noise and the delta
+    that were found for the recipe's epsilon, {} without privacy.
     """
 
     stacked_clients: int
@@ -35,6 +36,7 @@ class RunFacts:
     base: str | None = None
     run: str = ""
     counted: dict[str, str] = field(default_factory=dict)
+    privacy: dict[str, float | None] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As a checkpoint's manifest holds them."""

@@ -17,6 +17,7 @@ from fedllm.config.recipe import Recipe
 from fedllm.experiment.build import ReadCache
 from fedllm.experiment.checkpoints import Checkpoints, Snapshot
 from fedllm.experiment.job import Job
+from fedllm.experiment.privacy import decided_privacy
 from fedllm.experiment.records import partition_summary, start_costs
 from fedllm.experiment.resume import as_before, check_data
 from fedllm.experiment.round_source import RoundSource
@@ -44,8 +45,9 @@ class Session:
 
     @property
     def complete(self) -> bool:
-        """Whether all rounds are done, or the target is reached and the run stops there."""
-        return is_complete(self.job.recipe, self.metrics)
+        """Whether all rounds are done, the target is reached and the run stops there, or the next round would exceed
+        privacy.epsilon."""
+        return is_complete(self.job.recipe, self.metrics) or len(self.metrics) >= self.job.last_round
 
 
 def is_complete(recipe: Recipe, metrics: Sequence[dict[str, Any]]) -> bool:
@@ -74,7 +76,7 @@ def open_session(
     job = source.build(as_before(recipe, facts), cache, executor)
     if facts is not None:
         check_data(job, facts, folder, moved)
-    say_all(job.notes, job.dataset.warnings)
+    say_all(job.notes, job.warnings)
     executor.on_first(lambda: _describe(job, folder))
     files = executor.share_folder(_empty_folder(folder / CLIENTS, executor))
     if facts is None:
@@ -141,6 +143,7 @@ def _begin(job: Job, folder: Path, executor: Executor, files: Path) -> Session:
         shares=shares,
         head=job.backbone.start.setting,
         base=job.base_digest(),
+        privacy=decided_privacy(job.recipe),
     )
     return Session(job, folder, executor, state, facts, [])
 

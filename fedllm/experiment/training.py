@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedllm.common.console import RoundProgress, warn
+from fedllm.common.console import RoundProgress, say, warn
 from fedllm.common.files import replace_text
 from fedllm.common.profiling import Profile, end_round, running, section
 from fedllm.config.recipe import Recipe
@@ -16,6 +16,7 @@ from fedllm.experiment.build import ReadCache, build_together
 from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.evaluation import evaluate
 from fedllm.experiment.job import Job
+from fedllm.experiment.privacy import spent
 from fedllm.experiment.records import RoundRecord, append_line
 from fedllm.experiment.round_source import RoundSource
 from fedllm.experiment.session import Session
@@ -68,6 +69,7 @@ def train(
                 with section("checkpoint"):
                     _save(session, checkpoints)
             end_round(state.round)
+            _say_budget(session)
             if reason and not session.complete:
                 raise stopped(f"{session.folder}: stopped after round {state.round}", reason)
 
@@ -77,15 +79,19 @@ def _train_round(session: Session, source: RoundSource, plan: Plan) -> tuple[Rou
     job, state = session.job, session.state
     recipe, info = job.recipe, job.info
     began = time.perf_counter()
-    clients, tracked = sample(recipe.run.seed, state.round, info.num_clients, info.sampled, info.tracked)
+    numbers = (info.num_clients, info.sampled, info.tracked)
+    clients, tracked = sample(recipe.run.seed, state.round, *numbers, recipe.federation.sampling)
     report = source.train(session, clients, tracked, plan)
     for client, why in report.rejected.items():
         warn(f"round {state.round}: client {client} rejected: {why}")
     plan = _step_down(session, plan, report)
     record = RoundRecord.of(job, state.round, report, time.perf_counter() - began)
-    if state.round % recipe.eval.every == 0 or state.round == info.total:
+    if state.round % recipe.eval.every == 0 or state.round == job.last_round:
         with section("evaluate"):
             record = replace(record, scores=source.evaluate(session))
+            if record.privacy:
+                epsilon = session.executor.on_first(lambda: spent(recipe, info.num_clients, state.round))
+                record = replace(record, privacy={**record.privacy, "epsilon": epsilon})
         _note_cuts(session)
     return record, plan
 
@@ -121,6 +127,13 @@ def _note_cuts(session: Session) -> None:
     )
     session.facts.eval_cuts = cuts
     session.facts.stepped_down.append({"round": round, "eval_cuts": cuts})
+
+
+def _say_budget(session: Session) -> None:
+    """Says that the run ends because the next round would exceed privacy.epsilon, where it does."""
+    privacy, last, total = session.job.recipe.privacy, session.job.last_round, session.job.info.total
+    if privacy is not None and last < total and session.state.round == last:
+        say(f"privacy: the run ends after round {last} of {total}: one more would exceed epsilon {privacy.epsilon:g}")
 
 
 def _note(session: Session) -> str:

@@ -99,6 +99,7 @@ def _count(
         accepted = [clients[row] for row in good]
         part.reduction.add(uploads, trained.rows, good, _weights(alg, setup.problem, accepted, state.x))
         part.drift.add(state.x, trained.local, good)
+        part.count_clipped(uploads.clipped, good)
         part.staged |= state.clients.stage(accepted, {name: value[good] for name, value in uploads.kept.items()})
         part.losses += [] if trained.losses is None else trained.losses[good].tolist()
 

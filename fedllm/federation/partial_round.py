@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedllm.aggregation.drift import Drift, measures, spread_terms
+from fedllm.aggregation.privacy import PrivateMean
 from fedllm.aggregation.reduction import WeightedMean
 from fedllm.federation.client_states import ClientVectors
 from fedllm.federation.executor import Executor, describe
@@ -22,7 +23,8 @@ class PartialRound:
 
     staged: vectors that the accepted clients keep. losses: the mean over the steps, of each accepted client. rejected:
     client -> reason. bytes_up: of all uploads; most_up: of the largest. slowest: seconds of the slowest client, see
-    RoundReport. forced: clients trained together after memory ran out, see HalvingBatches; None if it did not.
+    RoundReport. forced: clients trained together after memory ran out, see HalvingBatches; None if it did not. clipped:
+    the number of accepted clients whose vector was above its norm, see RoundReport.
     """
 
     reduction: WeightedMean
@@ -34,6 +36,7 @@ class PartialRound:
     most_up: int = 0
     slowest: float = 0.0
     forced: int | None = None
+    clipped: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, setup: Setup, x: Tensor) -> PartialRound:
@@ -52,8 +55,21 @@ class PartialRound:
             "most_up": self.most_up,
             "slowest": self.slowest,
             "forced": self.forced,
+            "clipped": self.clipped,
             "staged": describe(self.staged),
         }
+
+    def count_clipped(self, clipped: Mapping[str, Tensor], rows: list[int]) -> None:
+        """Counts these rows of what the steps noted, name -> [C]."""
+        for name, marks in clipped.items():
+            self.clipped[name] = self.clipped.get(name, 0) + int(marks[rows].sum())
+
+    def noised(self) -> dict[str, Any]:
+        """What RoundReport says of the clips and the noise of client-level privacy; {} without it."""
+        if not isinstance(self.reduction, PrivateMean):
+            return {}
+        shares = {name: count / self.reduction.clients for name, count in self.clipped.items()}
+        return {"clipped": shares, "noise_ratio": self.reduction.noise_ratio("d")}
 
     def add(self, note: dict[str, Any]) -> None:
         """Adds another part's records, without its vectors."""
@@ -63,6 +79,8 @@ class PartialRound:
         self.rejected |= dict(note["rejected"])
         self.bytes_up += note["bytes_up"]
         self.most_up, self.slowest = max(self.most_up, note["most_up"]), max(self.slowest, note["slowest"])
+        for name, count in note["clipped"].items():
+            self.clipped[name] = self.clipped.get(name, 0) + count
         self.forced = min((size for size in (self.forced, note["forced"]) if size), default=None)
 
 

@@ -51,7 +51,9 @@ class RoundReport:
     rejected uploads. client_bytes: both ways, of the client that sent the most. compute_seconds: of the slowest client,
     estimated from the time of the clients trained with it and its share of their steps. drift: how far the accepted
     clients differ, see drift.measures. forced: the number of clients trained together after memory ran out, None if it
-    did not. missing: of real sites, the sampled ones that have not answered; None in a simulation.
+    did not. missing: of real sites, the sampled ones that have not answered; None in a simulation. clipped: under
+    client-level privacy, the share of the accepted clients whose vector of that name was above its norm. noise_ratio:
+    the length of the noise in D over that of D without it.
     """
 
     clients: list[int]
@@ -66,6 +68,8 @@ class RoundReport:
     drift: dict[str, float | None]
     forced: int | None = None
     missing: list[int] | None = None
+    clipped: dict[str, float] | None = None
+    noise_ratio: float | None = None
 
 
 def start(
@@ -115,10 +119,13 @@ def run_round(
     """Computes one round. `state` changes only at the end, if everything has succeeded.
 
     A client with a faulty upload is rejected: nothing of it enters the aggregate, and its state does not change. Raises
-    RunError if fewer than plan.min_clients uploads are accepted.
+    RunError if fewer than plan.min_clients uploads are accepted. A round without clients leaves the model as it is.
+    With client-level privacy no number of uploads is too small: at least the noise is released.
     """
     plan = plan or Plan()
     setup = setup.at(state.round)
+    if not clients:
+        return _round_of_nobody(setup, state)
     alg, info, executor = setup.algorithm, setup.info, plan.executor
     steps = local_steps(setup.problem, clients, info)
     alg.check(info, list(steps.values()))
@@ -134,7 +141,8 @@ def run_round(
     notes = in_order(gathered, len(parts))
     with section("reduce"):
         whole = join(setup, state.x, mine, notes, executor)
-        require_enough(whole.reduction.clients, plan.min_clients, whole.rejected, info.index)
+        if not setup.pipeline.private:
+            require_enough(whole.reduction.clients, plan.min_clients, whole.rejected, info.index)
         reduced = whole.reduction.result()
         x, server = aggregate(alg, state.x, state.server, reduced, info)
         drift = drift_of(whole, mine, notes, executor)
@@ -154,7 +162,17 @@ def run_round(
         compute_seconds=whole.slowest,
         drift=drift,
         forced=whole.forced,
+        **whole.noised(),
     )
+
+
+def _round_of_nobody(setup: Setup, state: FederationState) -> RoundReport:
+    """A round in which Poisson sampling has drawn no client: it counts, and without privacy changes nothing."""
+    if setup.pipeline.private:
+        reduced = PartialRound.empty(setup, state.x).reduction.result()
+        state.x, state.server = aggregate(setup.algorithm, state.x, state.server, reduced, setup.info)
+    state.round = setup.info.index + 1
+    return RoundReport([], [], None, {}, 0, 0, 0, 0, 0.0, {})
 
 
 def _buffer_bytes(setup: Setup, state: FederationState) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fedllm.aggregation.pipeline import Pipeline
@@ -26,6 +27,12 @@ class Setup:
     def at(self, round: int) -> Setup:
         """The same in another round, counted from 0."""
         return replace(self, info=replace(self.info, index=round))
+
+    def require_private(self) -> None:
+        """Raises UserError where client-level privacy does not cover all that clients send."""
+        if self.pipeline.private:
+            x = torch.empty(self.problem.dim)
+            self.pipeline.reduction(self.algorithm, self.declared(x), self.info, x.device)
 
     def declared(self, x: Tensor) -> Declared:
         """The vectors that the algorithm declares for a model x [d], and the problem's buffers."""

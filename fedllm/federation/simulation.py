@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from numbers import Integral
 from operator import index
@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedllm.aggregation.pipeline import Pipeline
+from fedllm.aggregation.privacy_settings import PrivacySettings
+from fedllm.aggregation.settings import PLAIN, UploadsSettings
 from fedllm.algorithms.base import Algorithm
 from fedllm.common.console import LongLoop
 from fedllm.common.errors import UserError
 from fedllm.common.tensors import State, shown
 from fedllm.federation.info import Names, round_info
 from fedllm.federation.rounds import Plan, RoundReport, run_round, start
-from fedllm.federation.sampling import sample
+from fedllm.federation.sampling import Sampling, sample
 from fedllm.federation.setup import Setup
 from fedllm.federation.state import FederationState
 from fedllm.problems import checks
@@ -61,6 +64,9 @@ def simulate(
     x0: Tensor | None = None,
     stacked_clients: int | None = None,
     cohort: int | None = None,
+    sampling: Sampling = "fixed",
+    uploads: UploadsSettings = PLAIN,
+    privacy: PrivacySettings | None = None,
     evaluate: Evaluate | None = None,
     eval_every: int = 1,
     keep_history: bool = True,
@@ -72,9 +78,11 @@ def simulate(
     that is more, and none may have more later. clients_per_round: S, default all N, or as many as the schedule has.
     tracked_per_round: T, default S. schedule: (clients, tracked) of each round, instead of drawing them from seed.
     x0: start [d], default problem.initial(), into whose dtype it is converted. stacked_clients: clients trained
-    together, default all; it changes time only. cohort: its earlier name. evaluate(x, round): called with a copy
-    of x after every `eval_every` rounds and after the last one; it returns numbers by name. keep_history: false saves
-    the memory of T+1 copies of x. progress: shows the rounds on stderr if they take more than two seconds.
+    together, default all; it changes time only. cohort: its earlier name. sampling: fixed, or poisson with S as the
+    mean. uploads: clips and roundings of what clients send. privacy: noise on the sums, of which `noise` alone is read
+    (fedllm.aggregation.accounting has epsilon). evaluate(x, round): called with a copy of x after every `eval_every`
+    rounds and after the last one; it returns numbers by name. keep_history: false saves the memory of T+1 copies of x.
+    progress: shows the rounds on stderr if they take more than two seconds.
     A client whose upload is not finite is rejected, with a warning; `rejected` of the result lists it.
     Raises UserError for arguments that do not fit the federation, and for mistakes in `problem` or `alg`, naming the
     method; RunError if no client's upload is finite.
@@ -86,13 +94,15 @@ def simulate(
     _check_numbers({name: number for name, number in optional.items() if number is not None})
     pairs = None if schedule is None else _pairs(schedule, rounds, problem.num_clients)
     setup = _setup(alg, problem, rounds, local_steps, clients_per_round, tracked_per_round, pairs)
+    setup = replace(setup, pipeline=Pipeline.of(uploads, alg, seed, privacy))
     federation = start(setup, x0=x0, stacked_clients=stacked)
     record = _Record(keep_history, evaluate, eval_every)
     record.keep(federation.x)
     with LongLoop("round", rounds) if progress else nullcontext() as bar:
         for t in range(rounds):
             info = setup.info
-            chosen = pairs[t] if pairs else sample(seed, t, info.num_clients, info.sampled, info.tracked)
+            numbers = (info.num_clients, info.sampled, info.tracked)
+            chosen = pairs[t] if pairs else sample(seed, t, *numbers, sampling)
             record.add(run_round(setup, federation, *chosen, Plan(stacked)), federation, last=t + 1 == rounds)
             if bar is not None:
                 bar.update(t + 1)

@@ -69,6 +69,9 @@ class RoundLine(Costs, extra_items=Score):  # type: ignore[call-arg]  # PEP 728,
     mean_update_norm: NotRequired[Any]
     update_cosine: NotRequired[Any]
     v_spread: NotRequired[Any]
+    epsilon: NotRequired[Any]
+    clipped: NotRequired[Any]
+    noise_ratio: NotRequired[Any]
     missing: NotRequired[Any]
     sites: NotRequired[Any]
 
@@ -121,6 +124,7 @@ class Result(TypedDict):
     totals: Annotated[
         dict[str, Number], AfterValidator(_with_all_costs), Field(description=f"numbers {', '.join(COSTS)}")
     ]
+    privacy: NotRequired[Any]
     machine: NotRequired[Any]
     versions: NotRequired[Any]
     vectors_per_round: NotRequired[Any]
