@@ -19,6 +19,7 @@ from fedllm.experiment.job import Job
 from fedllm.experiment.privacy import privacy_rows
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
+from fedllm.experiment.sample_privacy import sample_rows
 from fedllm.federation.costs import client_memory, traffic, vectors_per_round
 from fedllm.models.quantization import frozen_size
 from fedllm.problems.full.problem import FullProblem
@@ -50,6 +51,7 @@ def plan_table(job: Job) -> Table:
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
         **privacy_rows(job),
+        **sample_rows(job),
         "bytes per round": f"{sent.bytes_up:,} up, {sent.bytes_down:,} down",
         "vectors per round": _vectors(job),
         "client memory": f"{(frozen_bytes + 4 * state) / 2**20:,.1f} MiB of weights and state; "

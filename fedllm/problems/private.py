@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedllm.aggregation.privacy import from_system
 from fedllm.common.errors import UserError
 from fedllm.common.profiling import section
 from fedllm.common.seeding import numpy_rng
@@ -40,6 +41,11 @@ def seeded_noise(seed: int) -> Noise:
         return torch.from_numpy(numpy_rng(seed, "noise", round, client, step).standard_normal(n))
 
     return draw
+
+
+def system_noise(round: int, client: int, step: int, n: int) -> Tensor:
+    """Noise from the system's cryptographic generator, which cannot be had again."""
+    return from_system("", round, n)
 
 
 class PrivateProblem(Problem):

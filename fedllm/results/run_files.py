@@ -70,6 +70,7 @@ class RoundLine(Costs, extra_items=Score):  # type: ignore[call-arg]  # PEP 728,
     update_cosine: NotRequired[Any]
     v_spread: NotRequired[Any]
     epsilon: NotRequired[Any]
+    epsilon_median: NotRequired[Any]
     clipped: NotRequired[Any]
     noise_ratio: NotRequired[Any]
     missing: NotRequired[Any]
