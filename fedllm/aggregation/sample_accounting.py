@@ -41,7 +41,7 @@ def worst(noise: float, delta: float, clients: Iterable[Steps]) -> float:
     """The largest epsilon, exactly: of the clients that no other exceeds in both q and T, those are computed whose
     upper bound from wide cells is above what is found."""
     found = 0.0
-    bounds = {each: _epsilon(noise, delta, each, _COARSE) for each in _front(clients)}
+    bounds = {each: _bound(noise, delta, each) for each in _front(clients)}
     for each in sorted(bounds, key=lambda each: -bounds[each]):
         if bounds[each] > found:
             found = max(found, _exact(noise, delta, each))
@@ -57,7 +57,7 @@ def median(noise: float, delta: float, clients: Sequence[Steps]) -> float:
     order = sorted(clients, key=lambda each: each.rate**2 * each.times)
     place = len(order) // 2
     begin = max(0, place - _AROUND)
-    near = sorted(order[begin : place + _AROUND + 1], key=lambda each: _epsilon(noise, delta, each, _COARSE))
+    near = sorted(order[begin : place + _AROUND + 1], key=lambda each: _bound(noise, delta, each))
     return _exact(noise, delta, near[place - begin])
 
 
@@ -71,7 +71,7 @@ def noise_for_all(
 ) -> float:
     """The noise with which the client with the largest epsilon has this one, or up to 0.2 % less."""
     found, front = 0.0, _front(clients)
-    for each in sorted(front, key=lambda each: -_epsilon(1.0, delta, each, _COARSE)):
+    for each in sorted(front, key=lambda each: -_bound(1.0, delta, each)):
         if not found or _exact(found, delta, each) > epsilon:
             found = max(found, noise_for(epsilon, delta, each.rate, each.times, progress))
     while worst(found, delta, front) > epsilon:  # cells here are wider than those of noise_for
@@ -86,6 +86,12 @@ def _front(clients: Iterable[Steps]) -> list[Steps]:
         if each.times > max((other.times for other in found), default=0):
             found.append(each)
     return found
+
+
+def _bound(noise: float, delta: float, each: Steps) -> float:
+    """A quick upper bound of epsilon, near enough for an order of clients."""
+    found = _epsilon(noise, delta, each, _COARSE)
+    return found if found > 1 else _epsilon(noise, delta, each, _MIDDLE)
 
 
 def _exact(noise: float, delta: float, each: Steps) -> float:

@@ -19,7 +19,7 @@ from fedllm.experiment.job import Job
 from fedllm.experiment.privacy import privacy_rows
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
-from fedllm.experiment.sample_privacy import sample_rows
+from fedllm.experiment.sample_privacy import sample_level, sample_rows
 from fedllm.federation.costs import client_memory, traffic, vectors_per_round
 from fedllm.models.quantization import frozen_size
 from fedllm.problems.full.problem import FullProblem
@@ -96,7 +96,8 @@ def _memory(job: Job) -> dict[str, str]:
     """The memory that training all weights takes."""
     if not isinstance(job.problem, FullProblem):
         return {}
-    return {"memory": str(FullNeed.of(job.algorithm, job.problem, job.info, job.stacked_clients))}
+    private = sample_level(job.recipe) is not None
+    return {"memory": str(FullNeed.of(job.algorithm, job.problem, job.info, job.stacked_clients, private))}
 
 
 def _serves(job: Job) -> bool:
@@ -176,6 +177,10 @@ def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
 
 def _rows(job: Job) -> str:
     unit = "tokens" if job.backbone.images is None else "patches"
+    if sample_level(job.recipe) is not None:
+        return (
+            f"one sample per row with a gradient of its own, passes of {int(job.problem.pass_tokens):,} {unit} at most"
+        )
     if isinstance(job.problem, FullProblem):
         together = "clients share a pass" if job.problem.stacked else "a client's batch is a pass"
         whole = "" if job.problem.buffers is not None else f", cut above {int(job.problem.pass_tokens):,} {unit}"

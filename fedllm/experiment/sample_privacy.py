@@ -75,10 +75,19 @@ def steps_after(recipe: Recipe, sizes: Sequence[int], rounds: int) -> list[Steps
     return [Steps(batches.rate(client), int(times)) for client, times in enumerate(taken)]
 
 
+def require_known_noise(recipe: Recipe) -> None:
+    """Raises UserError where noise or delta would follow from samples that a server does not know."""
+    if (privacy := sample_level(recipe)) is not None and privacy.epsilon is not None:
+        raise UserError(
+            f"privacy.epsilon: found {privacy.epsilon:g} with level=sample, expected none for real sites: the server "
+            "does not know how many samples they have; give noise and delta, and every site prints its epsilon"
+        )
+
+
 def settle_samples_privacy(recipe: Recipe, parts: Sequence[np.ndarray]) -> Recipe:
     """The recipe with the noise, or the delta, that follows from what it gives. parts: each client's samples.
 
-    A server, which does not know its sites' samples, needs both given; see serve.deployable."""
+    A server, which does not know its sites' samples, needs both given; see require_known_noise."""
     if (privacy := sample_level(recipe)) is None or not all(map(len, parts)):
         return recipe
     done = steps_after(recipe, [len(part) for part in parts], recipe.federation.rounds)
@@ -114,6 +123,23 @@ def epsilon_entries(job: Job, rounds: int) -> dict[str, float | None]:
         return {}
     found = spent(job.recipe, _sizes(job), rounds)
     return {"epsilon": found and found.worst, "epsilon_median": found and found.median}
+
+
+def epsilon_of_site(recipe: Recipe, samples: int) -> tuple[str, ...]:
+    """What a real site with that many samples should know; () without sample-level privacy."""
+    if (privacy := sample_level(recipe)) is None:
+        return ()
+    assert privacy.noise is not None
+    assert privacy.delta is not None
+    assert recipe.local.steps is not None
+    rounds = recipe.federation.rounds
+    rate = PoissonBatches([np.empty(samples)], recipe.local.batch_size).rate(0)
+    steps = Steps(rate, rounds * recipe.local.steps)
+    epsilon = sample_accounting.worst(privacy.noise, privacy.delta, [steps])
+    return (
+        f"privacy: epsilon {epsilon:.4g} at delta {privacy.delta:g} of each of this site's {samples:,} samples, where "
+        f"it takes part in all {rounds} rounds; noise and batches come from the system's generator",
+    )
 
 
 def rounds_within_budget(recipe: Recipe, sizes: Sequence[int]) -> int:
@@ -222,6 +248,8 @@ def _batches(sizes: Sequence[int], batch_size: int) -> str:
 def _accountant(job: Job, privacy: PrivacySettings) -> str:
     if not privacy.noise:
         return "none"
+    if not all(_sizes(job)):
+        return "of each site"
     small = [size <= job.recipe.local.batch_size for size in _sizes(job)]
     if all(small):
         return CLOSED_FORM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from fedllm.problems.lora.readout import readout_of
 from fedllm.problems.lora.row_layout import DropoutKeys, RowLayout
 from fedllm.problems.lora.stacked_model import StackedModel
 from fedllm.problems.model_problem import Losses, ModelProblem
-from fedllm.problems.sample_rows import SampleRows
+from fedllm.problems.sample_rows import SampleRows, most_rows, row_bytes
 
 
 class LoraProblem(ModelProblem):
@@ -187,6 +188,15 @@ class LoraProblem(ModelProblem):
         """Tokens of the largest pass that these clients make together in the first `steps` steps of round 0."""
         batches = ([self.batches.indices(client, 0, step) for client in clients] for step in range(steps))
         return max((self.passes.largest(self.rows.sizes(taken)) for taken in batches), default=0)
+
+    def largest_sample_pass(self, clients: Sequence[int], steps: int) -> int:
+        """The same for passes of single samples: the tokens that take as many bytes as the samples with their vectors.
+
+        It is an estimate from the longest sample and twice the expected batches, whatever the steps."""
+        longest = int(self.rows.lengths.max())
+        expected = sum(min(self.batches.batch_size, len(self.batches.parts[client])) for client in clients)
+        count = min(most_rows(longest, self.passes, self.dim), 2 * expected)
+        return math.ceil(count * row_bytes(longest, self.passes, self.dim) / self.token_bytes)
 
     def release(self) -> None:
         """Gives the model back as it was."""
