@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.aggregation.settings import PLAIN, UploadsSettings
 from fedllm.aggregation.upload_checks import fault, misfit
 from fedllm.algorithms.base import Algorithm, RoundInfo, lengths
@@ -43,8 +44,8 @@ class Client:
     of `model` are used. samples: number of samples that the site holds, for `weights: size`. gradient: the full local
     gradient [d] at x0 (see full_gradient), required under `tracking_init: gradient`. state: the vectors of an earlier
     session; None for a new client. uploads: what happens to the vectors that are sent, as at the server. number: the
-    client's, 0 to N - 1, on which the random rounding of `uploads.bits` depends. Raises UserError if any of these does
-    not fit.
+    client's, 0 to N - 1, on which the random rounding of `uploads.bits` depends. privacy: what this client asks of the
+    server; None where it does not compare it. Raises UserError if any of these does not fit.
 
     The client stores the states before and after each upload of a round. The next broadcast, made by
     `server.broadcast(client)`, names the last upload that counted, and the client restores its state, see Ledger.
@@ -61,9 +62,10 @@ class Client:
         state: State | None = None,
         uploads: UploadsSettings = PLAIN,
         number: int = 0,
+        privacy: PrivacySettings | None = None,
     ) -> None:
         self.model, self.algorithm, self.samples = model, algorithm, int(samples)
-        self.uploads, self.number = uploads, number
+        self.uploads, self.number, self.privacy = uploads, number, privacy
         x = ParameterSpace.of(model).gather(model)
         if info.blocks.dim != len(x):
             raise UserError(
@@ -100,7 +102,7 @@ class Client:
         broadcast names as the last counted. The client is then as before."""
         x = ParameterSpace.of(self.model).gather(self.model)
         check_broadcast(
-            broadcast, x, self.algorithm, self.info, uploads=self.uploads
+            broadcast, x, self.algorithm, self.info, uploads=self.uploads, privacy=self.privacy
         )  # before the state follows what it says
         self._settle(broadcast)
         given = (self.model, self.algorithm, self.info, broadcast, self.state, steps)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.aggregation.settings import PLAIN, UploadsSettings
 from fedllm.aggregation.upload_checks import fault
 from fedllm.algorithms.base import Algorithm, RoundInfo, lengths
@@ -143,8 +144,14 @@ def terms(algorithm: Algorithm, info: RoundInfo, uploads: UploadsSettings = PLAI
     return plain
 
 
+def privacy_terms(privacy: PrivacySettings | None) -> Terms:
+    """The term for the noise that the server adds. A client that asks for none compares nothing."""
+    return {"privacy": None if privacy is None else {"level": privacy.level, "noise": privacy.noise}}
+
+
 def disagreement(theirs: Terms, ours: Terms) -> str | None:
-    """Describes the first term that differs; None if all agree. A term that one side lacks is not compared."""
+    """Describes the first term that differs; None if all agree. A term that one side lacks is not compared, but for
+    privacy: a side that asks for it refuses one that says nothing of it."""
     for name, value in ours.items():
         found = theirs.get(name)
         if name == "model" and found and value and found != value:
@@ -152,7 +159,7 @@ def disagreement(theirs: Terms, ours: Terms) -> str | None:
                 f"model: found {_cut(str(found))}, expected {value}: another base, other adapters, or frozen weights "
                 "that each site drew for itself, such as a pooler that the checkpoint lacks"
             )
-        if name != "model" and name in theirs and found != value:
+        if name != "model" and (name in theirs or (name == "privacy" and value)) and found != value:
             return f"{name}: found {_cut(repr(found))}, expected {value!r}"
     return None
 
@@ -168,14 +175,17 @@ def check_broadcast(
     info: RoundInfo,
     beside: Mapping[str, int] | None = None,
     uploads: UploadsSettings = PLAIN,
+    privacy: PrivacySettings | None = None,
 ) -> None:
     """Raises UserError unless the broadcast's round is in the run, its terms agree, and x and the downloads fit the
-    model's size and dtype. beside: other vectors that it must have, with their numbers of values."""
+    model's size and dtype. beside: other vectors that it must have, with their numbers of values. privacy: what the
+    client asks for, None where it does not compare it."""
     if not isinstance(broadcast.round, int) or not 0 <= broadcast.round < info.total:
         raise UserError(
             f"broadcast round: found {broadcast.round}, expected 0 to {info.total - 1}, the rounds of the run"
         )
-    if why := disagreement(broadcast.terms, terms(algorithm, info, uploads)):
+    asked = {} if privacy is None else privacy_terms(privacy)
+    if why := disagreement(broadcast.terms, terms(algorithm, info, uploads) | asked):
         raise UserError(
             f"broadcast of round {broadcast.round}: {why}; give the server and this client the same load_algorithm "
             "and model_info"

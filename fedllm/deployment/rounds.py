@@ -39,8 +39,12 @@ def deployed_round(
     """Asks the sampled sites to train, and aggregates. run: see Announcement. progress(done, total): local steps.
 
     Raises RunError, with each site's reason, if fewer than min_clients uploads were accepted within the round's time.
-    The server is then as before the round.
+    The server is then as before the round. With client-level privacy one answer is enough, also one that is refused. A
+    round without clients asks nobody.
     """
+    if not clients:
+        server.skip()
+        return RoundReport([], [], None, {}, 0, 0, 0, 0, 0.0, {}, missing=[])
     steps, index, down = server.info.local_steps, server.round, _nbytes(server)
     received = _Received(Drift(server.algorithm, server.x, moments=False) if _sends_updates(server) else None)
 
@@ -54,8 +58,9 @@ def deployed_round(
         return why
 
     heard = sites.ask("train", clients, order, take, min_clients)
-    require_enough(len(heard.accepted), min_clients, heard.missing | heard.refused, index)
-    drift = _drift(server, received)
+    if not (server.private and heard.refused):
+        require_enough(len(heard.accepted), min_clients, heard.missing | heard.refused, index)
+    drift, noise_ratio = _drift(server, received), server.noise_ratio
     server.aggregate(min_clients)
     losses = received.losses
     return RoundReport(
@@ -70,6 +75,7 @@ def deployed_round(
         compute_seconds=received.seconds,
         drift=drift,
         missing=list(heard.missing),
+        noise_ratio=noise_ratio,
     )
 
 

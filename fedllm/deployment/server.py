@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from fedllm.aggregation.pipeline import Pipeline
+from fedllm.aggregation.privacy import PrivateMean, from_system
+from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.aggregation.reduction import aggregate, require_enough
 from fedllm.aggregation.settings import PLAIN, UploadsSettings
 from fedllm.aggregation.upload_checks import fault
@@ -27,7 +29,7 @@ from fedllm.common import tensor_file
 from fedllm.common.errors import UserError
 from fedllm.common.tensors import State, under
 from fedllm.deployment.client import require_gradient
-from fedllm.deployment.messages import Broadcast, Upload, disagreement, terms
+from fedllm.deployment.messages import Broadcast, Upload, disagreement, privacy_terms, terms
 from fedllm.federation.setup import BUFFERS
 from fedllm.problems.base import Buffers
 
@@ -42,7 +44,9 @@ class Server:
     With the same clients it computes the same sums as `simulate`. round: the current round, from 0. rejected: client ->
     reason, in the current round. counted: client -> receipt of its last upload that counted. gradient: the mean [d] of
     all N clients' full gradients at x (see client.full_gradient), if the algorithm needs it. To continue from another
-    state, set round, x and state. uploads: what happens to the vectors that clients send, as at the clients.
+    state, set round, x and state. uploads: what happens to the vectors that clients send, as at the clients. privacy:
+    noise on their sums, drawn from the system's generator and written nowhere. A client asks for it with the same
+    `privacy`, and without one does not compare it.
     buffers [b]: of a model with batch norm, the mean of what the clients sent last.
     """
 
@@ -54,6 +58,7 @@ class Server:
         gradient: Tensor | None = None,
         buffers: Buffers | None = None,
         uploads: UploadsSettings = PLAIN,
+        privacy: PrivacySettings | None = None,
     ) -> None:
         self.algorithm, self.info = algorithm, info
         if not isinstance(x, Tensor) or x.shape != (info.blocks.dim,) or x.dtype not in _DTYPES:
@@ -68,7 +73,9 @@ class Server:
         self._buffers = buffers
         self.buffers = None if buffers is None else buffers.initial.to(self.x)
         self.counted: dict[int, str] = {}
-        self._pipeline = Pipeline.of(uploads, algorithm, seed=0)  # it draws nothing: a server only reads
+        # The seed draws nothing: a server only reads, and its noise comes from the system.
+        self._pipeline = Pipeline.of(uploads, algorithm, seed=0, privacy=privacy, draws=from_system)
+        self._terms = {**terms(algorithm, info, uploads), **privacy_terms(privacy)}
         self._open()
 
     def _open(self) -> None:
@@ -93,7 +100,7 @@ class Server:
             self.round,
             self.x,
             server,
-            terms(self.algorithm, self.info, self._pipeline.settings),
+            self._terms,
             counted,
             self._start(),
         )
@@ -217,8 +224,9 @@ class Server:
         """Ends the round and returns the next global model [d].
 
         Raises RunError if fewer than min_clients uploads were accepted or the result is not finite. The round then
-        stays open."""
-        require_enough(self._reduction.clients, min_clients, self.rejected, self.round)
+        stays open. With client-level privacy no number is too small: at least the noise is released."""
+        if not self.private:
+            require_enough(self._reduction.clients, min_clients, self.rejected, self.round)
         info = replace(self.info, index=self.round)
         reduced = self._reduction.result()
         self.x, self.state = aggregate(self.algorithm, self.x, self.state, reduced, info)
@@ -228,6 +236,26 @@ class Server:
         self._open()
         return self.x
 
+    def skip(self) -> Tensor:
+        """Ends a round for which no client was sampled, and returns the global model [d].
+
+        The round counts. The model stays as it is; with client-level privacy noise alone is added."""
+        if self.private:
+            return self.aggregate()
+        self.round += 1
+        self._open()
+        return self.x
+
+    @property
+    def private(self) -> bool:
+        """Whether the server adds the noise of client-level privacy."""
+        return self._pipeline.private
+
+    @property
+    def noise_ratio(self) -> float | None:
+        """The length of the noise in D over that of D without it, for the uploads so far; None without privacy."""
+        return self._reduction.noise_ratio("d") if isinstance(self._reduction, PrivateMean) else None
+
     def save(self, path: str | Path) -> None:
         """Writes the server's state at the start of this round, atomically. Raises RunError if it cannot be written.
 
@@ -236,7 +264,7 @@ class Server:
         head = {
             "round": self.round,
             "counted": counted,
-            "terms": terms(self.algorithm, self.info, self._pipeline.settings),
+            "terms": self._terms,
         }
         beside = {} if self.buffers is None else {BUFFERS: self.buffers}
         tensors = {"x": self.x, **beside, **{f"server/{name}": value for name, value in self.state.items()}}
@@ -249,7 +277,7 @@ class Server:
         head, tensors = tensor_file.read(path)
         if head.keys() != {"round", "counted", "terms"}:
             raise UserError(f"{path}: found {sorted(head)}, expected what Server.save writes")
-        if why := disagreement(head["terms"], terms(self.algorithm, self.info, self._pipeline.settings)):
+        if why := disagreement(head["terms"], self._terms):
             raise UserError(f"{path}: {why}; the file is of another federation")
         kept = lengths(self.algorithm.server_vectors(), self.x, self.info)
         vectors = {f"server/{name}": size for name, size in kept.items()}

@@ -39,8 +39,12 @@ class Policy:
     steps: int | None = setting(None, "local steps that a round may have at most")
     clip: float | None = setting(None, "largest uploads.clip; the recipe must then give one number for all vectors")
 
+    noise: float | None = setting(
+        None, "least privacy.noise, of either level; the recipe must then have privacy (and, for clients, uploads.clip)"
+    )
+
     def __post_init__(self) -> None:
-        require_positive_settings(self, "min_sites", "rounds", "steps", "clip")
+        require_positive_settings(self, "min_sites", "rounds", "steps", "clip", "noise")
         for key in ("models", "algorithms"):
             if isinstance(names := getattr(self, key), str):
                 object.__setattr__(self, key, [names])
@@ -66,6 +70,7 @@ class Policy:
             or _excess("rounds", "federation.rounds", _given(sections, "federation", "rounds"), self.rounds)
             or self._steps_refusal(sections)
             or self._clip_refusal(_given(sections, "uploads", "clip"))
+            or self._noise_refusal(_given(sections, "privacy", "noise"))
         )
 
     def _algorithm_refusal(self, name: Any) -> str | None:
@@ -86,6 +91,12 @@ class Policy:
             return None
         needed = f"this site needs one number, at most {self.clip:g}"
         return f"allow.clip: the recipe's uploads.clip is {_shown(found)}, {needed}"
+
+    def _noise_refusal(self, found: Any) -> str | None:
+        number = isinstance(found, int | float) and not isinstance(found, bool)
+        if self.noise is None or (number and found >= self.noise):
+            return None
+        return f"allow.noise: the recipe's privacy.noise is {_shown(found)}, this site needs {self.noise:g} or more"
 
     def _sites_refusal(self, sites: int) -> str | None:
         if self.min_sites is None or sites >= self.min_sites:

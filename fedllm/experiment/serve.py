@@ -122,7 +122,8 @@ class RealSites:
         job, facts, state = session.job, session.facts, session.state
         facts.run = facts.run or uuid.uuid4().hex
         info = replace(job.info, model=fingerprint(job.model))
-        self._server = Server(job.algorithm, state.x, info, buffers=job.problem.buffers, uploads=job.recipe.uploads)
+        buffers, uploads, privacy = job.problem.buffers, job.recipe.uploads, job.recipe.privacy
+        self._server = Server(job.algorithm, state.x, info, buffers=buffers, uploads=uploads, privacy=privacy)
         self._server.round, self._server.state = state.round, state.server
         self._server.buffers = state.buffers
         self._server.counted = {int(site): receipt for site, receipt in facts.counted.items()}

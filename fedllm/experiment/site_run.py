@@ -81,7 +81,13 @@ class SiteRun:
             return saved
         broadcast, setup = order.broadcast, self._setup.at(order.broadcast.round)
         check_broadcast(
-            broadcast, self._blank.x, setup.algorithm, setup.info, self._sent_buffers(), self.job.recipe.uploads
+            broadcast,
+            self._blank.x,
+            setup.algorithm,
+            setup.info,
+            self._sent_buffers(),
+            self.job.recipe.uploads,
+            self.job.recipe.privacy,
         )
         self._ledger.settle(broadcast)
         trained = self._steps(order)
