@@ -46,6 +46,7 @@ def test_no_steps_spend_nothing_and_no_noise_everything() -> None:
     assert math.isinf(spent(0.0, DELTA, [Steps(0.1, 3), Steps(0.5, 3)]).worst)
 
 
+@pytest.mark.slow
 def test_noise_and_delta_bound_every_client() -> None:
     clients = [Steps(0.5, 5), Steps(0.1, 60), Steps(0.05, 60)]
     noise = noise_for_all(1.0, DELTA, clients)
