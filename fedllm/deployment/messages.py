@@ -159,7 +159,7 @@ def disagreement(theirs: Terms, ours: Terms) -> str | None:
                 f"model: found {_cut(str(found))}, expected {value}: another base, other adapters, or frozen weights "
                 "that each site drew for itself, such as a pooler that the checkpoint lacks"
             )
-        if name != "model" and (name in theirs or (name == "privacy" and value)) and found != value:
+        if name != "model" and (name in theirs or name == "privacy") and found != value:
             return f"{name}: found {_cut(repr(found))}, expected {value!r}"
     return None
 

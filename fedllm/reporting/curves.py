@@ -60,6 +60,11 @@ PLOTS = {
         "A round takes as long as its slowest client needs to compute and to send, at costs.bandwidth_mbit.",
         "simulated_seconds",
     ),
+    "score_by_epsilon": Plot(
+        "Score over epsilon",
+        "Epsilon at privacy.delta, of what was released up to a round; runs without privacy have none.",
+        "epsilon",
+    ),
     "train_loss": Plot(
         "Training loss", "Mean over the clients of a round and their local steps.", "round", ("train_loss",)
     ),
@@ -148,7 +153,7 @@ def _panels(groups: Sequence[Group], plot: Plot) -> Panels:
     panels: Panels = {}
     for group in groups:
         for metric in plot.metrics or (group.metric,):
-            if all(run.curve(metric)[0] for run in group.runs):
+            if all(run.curve(metric, plot.over)[0] for run in group.runs):
                 panels.setdefault(metric, []).append(group)
     return panels
 

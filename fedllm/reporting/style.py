@@ -39,6 +39,7 @@ _LEADER: Style = {"arrowstyle": "-", "linewidth": 0.7, "linestyle": ":", "shrink
 _UNITS: dict[Axis, tuple[str, list[tuple[float, str]]]] = {
     "round": ("round", [(1, "")]),
     "bytes": ("traffic up and down", [(1e9, "GB"), (1e6, "MB"), (1e3, "kB")]),
+    "epsilon": ("epsilon", [(1, "")]),
     "simulated_seconds": ("simulated run time", [(3600, "h"), (60, "min"), (1, "s")]),
 }
 

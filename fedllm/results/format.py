@@ -10,7 +10,7 @@ from fedllm.config.recipe import FREE_KEYS
 from fedllm.tasks.base import LOSS as LOSS
 from fedllm.tasks.base import lower_is_better
 
-Axis = Literal["round", "bytes", "simulated_seconds"]
+Axis = Literal["round", "bytes", "simulated_seconds", "epsilon"]
 Sections = dict[str, dict[str, Any]]
 
 COSTS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")

@@ -118,16 +118,20 @@ class RunRecord:
     def curve(self, metric: str, over: Axis = "round") -> tuple[list[float], list[float]]:
         """x and y of a metric, one point per evaluation.
 
-        Bytes (up and down) and simulated seconds are running totals that include the costs before round 1.
+        Bytes (up and down) and simulated seconds are running totals that include the costs before round 1. Epsilon is
+        that of the run so far, in lines that have one.
         """
         spent = [self.start, *self.rounds]
-        steps = {
+        steps: dict[str, list[Any]] = {
             "round": [line["round"] for line in self.rounds],
             "bytes": list(accumulate(line["bytes_up"] + line["bytes_down"] for line in spent))[1:],
             "simulated_seconds": list(accumulate(line["simulated_seconds"] for line in spent))[1:],
+            "epsilon": [line.get("epsilon") for line in self.rounds],
         }
         points = [
-            (x, line[metric]) for x, line in zip(steps[over], self.rounds, strict=True) if is_number(line.get(metric))
+            (x, line[metric])
+            for x, line in zip(steps[over], self.rounds, strict=True)
+            if is_number(line.get(metric)) and is_number(x)
         ]
         return [float(x) for x, _ in points], [float(y) for _, y in points]
 

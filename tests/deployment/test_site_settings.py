@@ -224,6 +224,12 @@ def test_what_is_allowed(policy: dict[str, Any]) -> None:
             {"uploads": {"clip": {"d": 0.1}}},
             "allow.clip: the recipe's uploads.clip is {'d': 0.1}, this site needs one number, at most 0.5",
         ),
+        ({"noise": 1.0}, {}, "allow.noise: the recipe's privacy.noise is None, this site needs 1 or more"),
+        (
+            {"noise": 1.0},
+            {"uploads": {"clip": 1.0}, "privacy": {"noise": 0.9, "delta": 0.01}},
+            "allow.noise: the recipe's privacy.noise is 0.9, this site needs 1 or more",
+        ),
     ],
 )
 def test_what_is_refused_is_said_in_one_sentence(policy: dict[str, Any], sections: dict, message: str) -> None:
@@ -232,6 +238,10 @@ def test_what_is_refused_is_said_in_one_sentence(policy: dict[str, Any], section
 
 def test_a_clip_that_is_small_enough_is_allowed() -> None:
     assert Policy(clip=0.5).refusal(announced(uploads={"clip": 0.5}), 3) is None
+
+
+def test_enough_noise_is_allowed() -> None:
+    assert Policy(noise=1.0).refusal(announced(uploads={"clip": 1.0}, privacy={"noise": 1.0, "delta": 0.01}), 3) is None
 
 
 def test_code_of_a_module_runs_only_where_the_site_names_it() -> None:

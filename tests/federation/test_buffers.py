@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from full_models import Pixels, cross_entropy, full_problem, small_net
 from torch import Tensor
 
 from fedllm import load_algorithm, simulate
+from fedllm.aggregation.pipeline import Pipeline
+from fedllm.aggregation.privacy_settings import PrivacySettings
+from fedllm.aggregation.settings import UploadsSettings
 from fedllm.common.errors import UserError
 from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.run_facts import RunFacts
@@ -31,6 +35,14 @@ def problem(**options: Any) -> FullProblem:
 def setup_of(of: FullProblem, name: str = "fedavg", **settings: Any) -> Setup:
     algorithm = load_algorithm(name, lr=RATE, **settings)
     return Setup(algorithm, of, round_info(algorithm, of, rounds=3, sampled=SAMPLED, tracked=None, local_steps=STEPS))
+
+
+def test_running_statistics_are_refused_under_privacy() -> None:
+    """Nobody clips them, and their mean would be released without noise."""
+    setup = setup_of(problem(), weights="uniform")
+    private = Pipeline.of(UploadsSettings(clip=1.0), setup.algorithm, 0, PrivacySettings(noise=1.0))
+    with pytest.raises(UserError, match=r"privacy: clients also send buffers, which is not clipped.*model.norm=group"):
+        replace(setup, pipeline=private).require_private()
 
 
 def by_hand(of: FullProblem, rounds: int, *, local: bool, by_size: bool) -> tuple[Tensor, Tensor]:
