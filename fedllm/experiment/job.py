@@ -24,6 +24,7 @@ from fedllm.experiment import sample_privacy
 from fedllm.experiment.machine import Machine
 from fedllm.experiment.privacy import privacy_warnings, rounds_within_budget
 from fedllm.experiment.recipe_data import template_digest
+from fedllm.experiment.sample_privacy_report import sample_warnings
 from fedllm.federation.setup import Setup
 from fedllm.models.all_weights import start_digest
 from fedllm.models.fingerprint import fingerprint
@@ -65,7 +66,7 @@ class Job:
     def warnings(self) -> tuple[str, ...]:
         """What is likely not as the user wants it, in the data and in the recipe."""
         sizes = [len(part) for part in self.parts]
-        found = privacy_warnings(self.recipe, self.info.num_clients), sample_privacy.sample_warnings(self.recipe, sizes)
+        found = privacy_warnings(self.recipe, self.info.num_clients), sample_warnings(self.recipe, sizes)
         return (*self.dataset.warnings, *found[0], *found[1])
 
     @cached_property

@@ -19,7 +19,8 @@ from fedllm.experiment.job import Job
 from fedllm.experiment.privacy import privacy_rows
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
-from fedllm.experiment.sample_privacy import sample_level, sample_rows
+from fedllm.experiment.sample_privacy import sample_level
+from fedllm.experiment.sample_privacy_report import sample_rows
 from fedllm.federation.costs import client_memory, traffic, vectors_per_round
 from fedllm.models.quantization import frozen_size
 from fedllm.problems.full.problem import FullProblem

@@ -16,7 +16,7 @@ from fedllm.experiment.job import Job
 from fedllm.experiment.privacy import client_level, privacy_result
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.run_facts import RunFacts
-from fedllm.experiment.sample_privacy import sample_result
+from fedllm.experiment.sample_privacy_report import sample_result
 from fedllm.federation.costs import client_memory, simulated_seconds, stored_values, vectors_per_round
 from fedllm.federation.rounds import RoundReport
 from fedllm.federation.state import FederationState

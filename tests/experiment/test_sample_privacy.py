@@ -119,7 +119,7 @@ def test_a_budget_ends_the_run_before_any_client_exceeds_it(tiny: Path, tmp_path
     assert found.result["privacy"]["ended_by_budget"]
     assert found.result["privacy"]["epsilon"] <= epsilon
     with pytest.raises(
-        UserError, match=r"privacy.epsilon: found 0.01, but one round with noise=4 takes .* of a client"
+        UserError, match=r"privacy.epsilon: found 0.01, but one round with noise=4 takes "
     ):
         run_recipe(tiny / "recipe.yaml", [*PRIVATE, *FEW, "privacy.epsilon=0.01"], tmp_path / "none")
 
@@ -153,7 +153,7 @@ def test_poisson_rounds_count_too(tiny: Path) -> None:
         ("privacy.clip=null", r"privacy.clip: missing; level=sample needs the largest norm of a sample's gradient"),
         (
             "local={epochs: 2, batch_size: 4}",
-            r"privacy: found local.epochs=2, expected local.steps with level=sample: .*no epochs",
+            r"privacy: found local.epochs=2, expected local.steps with level=sample",
         ),
         ("algorithm.weights=size", r"privacy: found algorithm.weights=size, expected uniform .*set .*=uniform"),
         ("algorithm.tracking_init=gradient", r"privacy: found algorithm.tracking_init=gradient, expected zero .*"),
@@ -176,6 +176,6 @@ def test_batch_norm_is_refused_and_group_norm_is_not() -> None:
     from private_clients import private
 
     normed, plain = full_problem(small_net(), Pixels.draw(8)), full_problem(small_net(norm=False), Pixels.draw(8))
-    with pytest.raises(UserError, match="set model.norm=group"):
+    with pytest.raises(UserError, match=r"set model.norm=group"):
         private(normed, normed.batches.parts)
     private(plain, plain.batches.parts)
