@@ -94,6 +94,11 @@ def simulate(
     _check_numbers({name: number for name, number in optional.items() if number is not None})
     pairs = None if schedule is None else _pairs(schedule, rounds, problem.num_clients)
     setup = _setup(alg, problem, rounds, local_steps, clients_per_round, tracked_per_round, pairs)
+    if privacy is not None and privacy.level == "sample":
+        raise UserError(
+            "privacy.level: found sample, expected client: give as problem a fedllm.problems.private.PrivateProblem, "
+            "whose gradients are clipped sample by sample, and leave privacy out"
+        )
     setup = replace(setup, pipeline=Pipeline.of(uploads, alg, seed, privacy))
     federation = start(setup, x0=x0, stacked_clients=stacked)
     record = _Record(keep_history, evaluate, eval_every)

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from adapters import assert_close, same_bits
+from conftest import write_rows
+from federations import ThreadLink, deployed, settings, simulated, split_rows, written
 from full_models import Pixels, full_problem, small_net
 from jobs import job
 
@@ -18,7 +21,7 @@ from fedllm.aggregation.accounting import SampledGaussian
 from fedllm.common.errors import RunError, UserError
 from fedllm.experiment import training
 from fedllm.experiment.run import RunResult
-from fedllm.experiment.sample_privacy import steps_after
+from fedllm.experiment.sample_privacy import epsilon_of_site, steps_after
 from fedllm.problems.lora.problem import LoraProblem
 from fedllm.results.reader import load_run
 
@@ -118,9 +121,7 @@ def test_a_budget_ends_the_run_before_any_client_exceeds_it(tiny: Path, tmp_path
     assert found.metrics[0]["epsilon"] <= epsilon
     assert found.result["privacy"]["ended_by_budget"]
     assert found.result["privacy"]["epsilon"] <= epsilon
-    with pytest.raises(
-        UserError, match=r"privacy.epsilon: found 0.01, but one round with noise=4 takes "
-    ):
+    with pytest.raises(UserError, match=r"privacy.epsilon: found 0.01, but one round with noise=4 takes "):
         run_recipe(tiny / "recipe.yaml", [*PRIVATE, *FEW, "privacy.epsilon=0.01"], tmp_path / "none")
 
 
@@ -179,3 +180,42 @@ def test_batch_norm_is_refused_and_group_norm_is_not() -> None:
     with pytest.raises(UserError, match=r"set model.norm=group"):
         private(normed, normed.batches.parts)
     private(plain, plain.batches.parts)
+
+
+@pytest.mark.slow
+def test_real_sites_do_the_same_with_draws_of_the_system(tiny: Path, tmp_path: Path) -> None:
+    """Without noise and with all samples in every batch nothing is drawn; with noise no two runs are alike."""
+    rows = write_rows(tmp_path / "train.csv", 60, seed=0).read_text().splitlines()
+    kept = [row for row in rows if not row.endswith(("site3", "site4"))]
+    (tmp_path / "train.csv").write_text("\n".join(kept) + "\n")
+    files = split_rows(tmp_path / "train.csv", "site", tmp_path / "sites")
+    text = (tiny / "recipe.yaml").read_text().replace(str(tiny / "train.csv"), str(tmp_path / "train.csv"))
+    recipe = written(tmp_path / "recipe.yaml", yaml.safe_load(text))
+    common = [
+        "partition={scheme: by_column, column: site, clients: 3}", "federation={rounds: 1, clients_per_round: 3}",
+        "data.classes=['0', '1']", "run.stacked_clients=1", "run.device=cpu", "run.trackers=[]",
+    ]  # fmt: skip
+
+    def through_sites(name: str, *overrides: str) -> RunResult:
+        link = ThreadLink([settings(tmp_path / name, path, path.stem) for path in files])
+        return deployed(recipe, [*common, *overrides], tmp_path / name / "run", link)
+
+    quiet = ["privacy={level: sample, noise: 0, delta: 1.0e-3, clip: 0.01}", "local={steps: 2, batch_size: 100}"]
+    found = through_sites("quiet", *quiet)
+    assert_close(found.folder, simulated(recipe, [*common, *quiet], tmp_path / "simulated").folder)
+    first, second = (through_sites(name, *PRIVATE) for name in ("first", "second"))
+    assert not same_bits(first.folder, second.folder)
+    assert first.metrics[-1]["epsilon"] is None
+    assert first.result["privacy"]["epsilon"] is None
+    assert first.result["privacy"]["accountant"] == "of each site"
+    with pytest.raises(UserError, match=r"privacy.epsilon: found 3 with level=sample, expected none for real sites"):
+        through_sites("refused", *PRIVATE, "privacy.epsilon=3")
+
+
+def test_a_site_is_told_its_epsilon(tiny: Path) -> None:
+    recipe = load_recipe(tiny / "recipe.yaml", [*PRIVATE, *FEW])
+    (text,) = epsilon_of_site(recipe, 12)
+    epsilon = SampledGaussian(4.0, 1 / 3).epsilon(6, 1e-3)
+    assert f"epsilon {epsilon:.3f}"[:-1] in text
+    assert "of each of this site's 12 samples, where it takes part in all 3 rounds" in text
+    assert epsilon_of_site(load_recipe(tiny / "recipe.yaml", FEW), 12) == ()

@@ -12,9 +12,12 @@ from private_clients import SIZES, Points, private
 from scipy import stats
 
 from fedllm import QuadraticProblem, load_algorithm, simulate
+from fedllm.aggregation.privacy_settings import PrivacySettings
+from fedllm.client import Client
 from fedllm.common.errors import UserError
 from fedllm.common.seeding import numpy_rng
 from fedllm.data.poisson_batches import PoissonBatches
+from fedllm.federation.info import round_info
 from fedllm.problems.base import SampleGradients
 from fedllm.problems.private import PrivateProblem, clipped_sums, seeded_noise
 
@@ -179,6 +182,15 @@ def test_draws_of_the_system_are_binomial_too_and_never_the_same() -> None:
     assert not np.array_equal(first, second)
     sizes = [len(batches.indices(0, 0, 0)) for _ in range(200)]
     assert abs(np.mean(sizes) - 100) < 5 * (90 / 200) ** 0.5
+
+
+def test_settings_of_samples_are_refused_where_nothing_would_follow_them() -> None:
+    settings, points = PrivacySettings(level="sample", noise=1.0, clip=0.5), Points()
+    with pytest.raises(UserError, match=r"privacy.level: found sample, .*give as problem a .*PrivateProblem"):
+        simulate(load_algorithm("fedavg"), points, rounds=1, local_steps=1, privacy=settings)
+    info = round_info(load_algorithm("fedavg"), points, rounds=1, sampled=4, tracked=None, local_steps=1)
+    with pytest.raises(UserError, match=r"privacy.level: found sample, expected client: a loop of your own"):
+        Client(torch.nn.Linear(4, 1), load_algorithm("fedavg"), info, privacy=settings)
 
 
 def test_losses_are_by_the_expected_batch() -> None:
