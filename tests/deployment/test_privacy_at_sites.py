@@ -91,5 +91,5 @@ def test_a_servers_file_of_a_private_run_is_not_continued_without_noise(tmp_path
     path = tmp_path / "server.safetensors"
     server_of(NOISE).save(path)
     server_of(NOISE).load(path)
-    with pytest.raises(UserError, match="privacy: found {'level': 'client', 'noise': 1.0}, expected None"):
+    with pytest.raises(UserError, match=r"privacy: found \{'level': 'client', 'noise': 1.0\}, expected None"):
         server_of(None).load(path)
