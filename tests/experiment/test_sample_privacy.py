@@ -70,6 +70,12 @@ def test_the_plan_tells_epsilon_batches_and_noise(tiny: Path, finished: RunResul
     assert "one sample per row with a gradient of its own" in text
 
 
+def test_the_model_card_tells_epsilon(finished: RunResult) -> None:
+    card, told = (finished.folder / "adapter" / "README.md").read_text(), finished.result["privacy"]
+    assert f"epsilon {told['epsilon']:.3g} of the client with the most and {told['epsilon_median']:.3g} of the" in card
+    assert "for adding or removing one training sample of one client (noise 4, clip 0.3)" in card
+
+
 @pytest.mark.slow
 def test_one_client_at_a_time_and_small_passes_give_the_same(tiny: Path, tmp_path: Path, finished: RunResult) -> None:
     alone = run_recipe(tiny / "recipe.yaml", [*PRIVATE, *FEW, "run.stacked_clients=1"], tmp_path / "alone")
