@@ -63,6 +63,12 @@ def row_bytes(length: int, passes: Passes, dim: int) -> float:
     return length * passes.memory.token + ROW_VECTORS * 4 * dim
 
 
+def largest_bytes(longest: int, rows: int, passes: Passes, dim: int) -> float:
+    """The most bytes that a pass of so many samples of at most this length takes."""
+    one = row_bytes(longest, passes, dim)
+    return max(one, min(rows * one, passes.tokens * passes.memory.token))
+
+
 def most_rows(length: int, passes: Passes, dim: int) -> int:
     """How many samples of this length fit into a pass; at least one."""
     room = passes.tokens * passes.memory.token

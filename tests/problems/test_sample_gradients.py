@@ -19,6 +19,7 @@ from fedllm.data.poisson_batches import PoissonBatches
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.problems.base import Problem
 from fedllm.problems.private import clipped_sums
+from fedllm.problems.sample_rows import SampleRows, row_bytes
 
 CLIP = 0.05
 
@@ -133,3 +134,16 @@ def test_no_samples_at_all_give_zeros(tmp_path: Path) -> None:
         X, nothing = problem.initial().repeat(2, 1), [np.empty(0, np.int64)] * 2
         _, sums = clipped_sums(X, problem.sample_gradients(X, nothing, [0, 1], 0, 0), 1.0)
         assert not sums.any()
+
+
+def test_a_pass_stays_within_its_bytes_and_is_counted_before_training(tmp_path: Path) -> None:
+    problem = problem_of(adapted(tmp_path, "bert", rate=0.0), pass_bytes=3e5)
+    lengths, passes, dim = problem.rows.lengths, problem.passes, problem.dim
+    every = SampleRows.of(problem.batches.parts, [0, 1, 2], lengths)
+    cut = list(every.passes(lengths, passes, dim))
+    assert sorted(np.concatenate([some.samples for some in cut])) == list(range(len(LENGTHS)))
+    sizes = [len(some.samples) * row_bytes(int(lengths[some.samples].max()), passes, dim) for some in cut]
+    assert 1 < len(cut) < len(LENGTHS)
+    assert all(size <= 3e5 or len(some.samples) == 1 for size, some in zip(sizes, cut, strict=True))
+    assert problem.largest_sample_pass([0, 1, 2], 1) * problem.token_bytes >= max(sizes)
+    assert max(sizes) > 12 * dim

@@ -30,7 +30,7 @@ from fedllm.problems.lora.evaluation_batches import evaluate, evaluation_batches
 from fedllm.problems.lora.passes import Passes
 from fedllm.problems.lora.row_layout import DropoutKeys
 from fedllm.problems.model_problem import Losses, ModelProblem
-from fedllm.problems.sample_rows import SampleRows, most_rows, row_bytes
+from fedllm.problems.sample_rows import SampleRows, largest_bytes
 
 
 class FullProblem(ModelProblem):
@@ -178,8 +178,7 @@ class FullProblem(ModelProblem):
     def largest_sample_pass_bytes(self, together: int) -> float:
         """The same for passes of single samples, with their vectors; twice the expected batches are counted."""
         longest, passes = int(self.reader.lengths.max()), self._sample_passes
-        rows = min(most_rows(longest, passes, self.dim), 2 * self.batches.batch_size * together)
-        return rows * row_bytes(longest, passes, self.dim)
+        return largest_bytes(longest, 2 * self.batches.batch_size * together, passes, self.dim)
 
     def release(self) -> None:
         """The model was never changed."""

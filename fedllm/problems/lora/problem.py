@@ -31,7 +31,7 @@ from fedllm.problems.lora.readout import readout_of
 from fedllm.problems.lora.row_layout import DropoutKeys, RowLayout
 from fedllm.problems.lora.stacked_model import StackedModel
 from fedllm.problems.model_problem import Losses, ModelProblem
-from fedllm.problems.sample_rows import SampleRows, most_rows, row_bytes
+from fedllm.problems.sample_rows import SampleRows, largest_bytes
 
 
 class LoraProblem(ModelProblem):
@@ -195,8 +195,7 @@ class LoraProblem(ModelProblem):
         It is an estimate from the longest sample and twice the expected batches, whatever the steps."""
         longest = int(self.rows.lengths.max())
         expected = sum(min(self.batches.batch_size, len(self.batches.parts[client])) for client in clients)
-        count = min(most_rows(longest, self.passes, self.dim), 2 * expected)
-        return math.ceil(count * row_bytes(longest, self.passes, self.dim) / self.token_bytes)
+        return math.ceil(largest_bytes(longest, 2 * expected, self.passes, self.dim) / self.token_bytes)
 
     def release(self) -> None:
         """Gives the model back as it was."""
