@@ -32,6 +32,31 @@ def check_privacy(
     _check_numbers(privacy)
     if privacy.level == "client":
         _check_client_level(privacy, federation, local, uploads, algorithm)
+    else:
+        _check_sample_level(privacy, local, algorithm)
+
+
+def _check_sample_level(privacy: PrivacySettings, local: LocalSettings, algorithm: Algorithm) -> None:
+    if privacy.clip is None:
+        raise UserError(
+            "privacy.clip: missing; level=sample needs the largest norm of a sample's gradient, such as "
+            "privacy.clip=0.5 (uploads.clip is for level=client)"
+        )
+    if local.steps is None:
+        raise UserError(
+            f"privacy: found local.epochs={local.epochs or 1}, expected local.steps with level=sample: in each step "
+            "each sample is taken by itself, so there are no epochs; give local.steps"
+        )
+    if algorithm.weights != "uniform":
+        raise UserError(
+            f"privacy: found algorithm.weights={algorithm.weights}, expected uniform with level=sample: the weight "
+            "tells a client's number of samples, which changes with one sample; set algorithm.weights=uniform"
+        )
+    if algorithm.needs_full_gradient():
+        raise UserError(
+            "privacy: found algorithm.tracking_init=gradient, expected zero with level=sample: full gradients before "
+            "round 1 get no noise; set algorithm.tracking_init=zero"
+        )
 
 
 def _check_numbers(privacy: PrivacySettings) -> None:

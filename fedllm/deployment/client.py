@@ -65,6 +65,11 @@ class Client:
         number: int = 0,
         privacy: PrivacySettings | None = None,
     ) -> None:
+        if privacy is not None and privacy.level == "sample":
+            raise UserError(
+                "privacy.level: found sample, expected client: a loop of your own computes its gradients itself, and "
+                "must clip and noise those of single samples; `fedllm site` does it for a recipe"
+            )
         self.model, self.algorithm, self.samples = model, algorithm, int(samples)
         self.uploads, self.downloads, self.number, self.privacy = uploads, downloads, number, privacy
         x = ParameterSpace.of(model).gather(model)

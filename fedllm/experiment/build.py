@@ -28,6 +28,7 @@ from fedllm.experiment.machine import Machine, find_machine
 from fedllm.experiment.parties import EveryClient, Party
 from fedllm.experiment.privacy import settle
 from fedllm.experiment.recipe_data import grouped_by, settle_samples
+from fedllm.experiment.sample_privacy import settle_samples_privacy
 from fedllm.federation.executor import Executor
 from fedllm.federation.info import round_info
 from fedllm.models.all_weights import train_all
@@ -80,6 +81,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1,
     if recipe.loss != PLAIN:
         task.set_loss(recipe.loss, task.class_counts(dataset.train, parts) if party.trains_all else None)
     party.require_samples(parts, recipe)
+    recipe = settle_samples_privacy(recipe, parts)
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs
     batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)

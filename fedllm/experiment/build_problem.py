@@ -18,6 +18,7 @@ from fedllm.data.samples import Samples
 from fedllm.experiment.full_memory import FullNeed, full_pass_bytes, require_memory
 from fedllm.experiment.machine import Machine
 from fedllm.experiment.memory_plan import choose_stacked_clients, pass_bytes
+from fedllm.experiment.sample_privacy import sample_level
 from fedllm.models.loading import Backbone
 from fedllm.problems.full.problem import FullProblem
 from fedllm.problems.full.settings import FullSettings
@@ -51,11 +52,12 @@ def clients_together(
 
     Raises UserError where training all weights does not fit into memory.
     """
-    wanted = recipe.run.stacked_clients
+    wanted, private = recipe.run.stacked_clients, sample_level(recipe) is not None
     if isinstance(problem, LoraProblem):
-        return choose_stacked_clients(wanted, algorithm, problem, info, machine.device)
+        return choose_stacked_clients(wanted, algorithm, problem, info, machine.device, private)
     together = 1 if wanted == "auto" else min(wanted, info.sampled)
-    require_memory(FullNeed.of(algorithm, problem, info, together), machine.device, recipe.algorithm["name"])
+    need = FullNeed.of(algorithm, problem, info, together, private)
+    require_memory(need, machine.device, recipe.algorithm["name"])
     return together
 
 

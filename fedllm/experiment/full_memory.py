@@ -40,9 +40,13 @@ class FullNeed:
     activations: float
 
     @classmethod
-    def of(cls, algorithm: Algorithm, problem: FullProblem, info: RoundInfo, together: int) -> FullNeed:
-        """The need of an algorithm on a problem, with that many clients trained together."""
+    def of(
+        cls, algorithm: Algorithm, problem: FullProblem, info: RoundInfo, together: int, private: bool = False
+    ) -> FullNeed:
+        """The need of an algorithm on a problem, with that many clients trained together. private: whether the samples
+        of a pass are rows with vectors of their own."""
         d = problem.dim
+        passed = problem.largest_sample_pass_bytes(together) if private else problem.largest_pass_bytes(together)
         server = sum(d if of == "d" else info.blocks.num_blocks for of in algorithm.server_vectors().values())
         sent = len({**algorithm.uploads(), **algorithm.tracked_uploads()})
         copies = 5  # of each sum: a part's, the joined one, and three while parts are joined
@@ -52,7 +56,7 @@ class FullNeed:
             server=8.0 * (d + server),
             clients=4.0 * d * max(row_vectors(algorithm).values()) * together,
             sums=8.0 * d * (copies * sent + drift),
-            activations=ALWAYS + WORKING * (problem.passes.memory.fixed + problem.largest_pass_bytes(together)),
+            activations=ALWAYS + WORKING * (problem.passes.memory.fixed + passed),
         )
 
     @property

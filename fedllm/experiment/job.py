@@ -21,9 +21,11 @@ from fedllm.data.partition_file import digest
 from fedllm.data.pixels import Pixels
 from fedllm.data.samples import Samples
 from fedllm.data.tokenization import Tokens
+from fedllm.experiment import sample_privacy
 from fedllm.experiment.machine import Machine
 from fedllm.experiment.privacy import privacy_warnings, rounds_within_budget
 from fedllm.experiment.recipe_data import template_digest
+from fedllm.experiment.sample_privacy_report import sample_warnings
 from fedllm.federation.setup import Setup
 from fedllm.models.all_weights import start_digest
 from fedllm.models.fingerprint import fingerprint
@@ -65,19 +67,23 @@ class Job:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is likely not as the user wants it, in the data and in the recipe."""
-        return (*self.dataset.warnings, *privacy_warnings(self.recipe, self.info.num_clients))
+        sizes = [len(part) for part in self.parts]
+        found = privacy_warnings(self.recipe, self.info.num_clients), sample_warnings(self.recipe, sizes)
+        return (*self.dataset.warnings, *found[0], *found[1])
 
     @cached_property
     def last_round(self) -> int:
         """The round with which the run ends: that of federation.rounds, or the last within privacy.epsilon."""
-        return rounds_within_budget(self.recipe, self.info.num_clients)
+        samples = sample_privacy.rounds_within_budget(self.recipe, [len(part) for part in self.parts])
+        return min(rounds_within_budget(self.recipe, self.info.num_clients), samples)
 
     @property
     def setup(self) -> Setup:
         """The objects that every round uses."""
         recipe = self.recipe
         pipeline = Pipeline.of(recipe.uploads, self.algorithm, recipe.run.seed, recipe.robust, recipe.privacy)
-        return Setup(self.algorithm, self.problem, self.info, pipeline, recipe.downloads)
+        problem = sample_privacy.private_problem(recipe, self.problem, self.parts)
+        return Setup(self.algorithm, problem, self.info, pipeline, recipe.downloads)
 
     @property
     def products(self) -> tuple[Product, ...]:

@@ -45,20 +45,21 @@ class Need:
     """Bytes of memory that a run needs in addition to the frozen weights.
 
     fixed: per pass. token: stored per token of the largest pass. client: vectors per client. evaluation: per
-    evaluation batch.
+    evaluation batch. private: whether the samples of a pass are rows with vectors of their own.
     """
 
     fixed: float
     token: float
     client: float
     evaluation: float
+    private: bool = False
 
     @classmethod
-    def of(cls, algorithm: Algorithm, problem: LoraProblem) -> Need:
+    def of(cls, algorithm: Algorithm, problem: LoraProblem, private: bool = False) -> Need:
         """The need of an algorithm on a problem. An evaluation batch, without gradients, needs one layer at a time."""
         client = 4.0 * problem.dim * max(row_vectors(algorithm).values())
         evaluation = problem.pass_tokens * problem.token_bytes / problem.layers
-        return cls(problem.fixed_bytes, problem.token_bytes, client, evaluation)
+        return cls(problem.fixed_bytes, problem.token_bytes, client, evaluation, private)
 
     def bytes(self, clients: int, tokens: int) -> int:
         """Peak bytes of training `clients` clients with at most `tokens` tokens per pass, or of evaluation."""
@@ -69,7 +70,8 @@ class Need:
         """Peak bytes of training together the `count` clients with the most samples."""
         sizes = problem.sizes(range(problem.num_clients))
         largest = sizes.argsort(descending=True, stable=True)[:count].tolist()
-        return self.bytes(count, problem.largest_pass(largest, STEPS))
+        largest_pass = problem.largest_sample_pass if self.private else problem.largest_pass
+        return self.bytes(count, largest_pass(largest, STEPS))
 
 
 def fit(count: int, peak: Callable[[int], float], most: float) -> int:
@@ -86,15 +88,20 @@ def usable_memory(device: torch.device) -> float:
 
 
 def choose_stacked_clients(
-    wanted: int | Literal["auto"], algorithm: Algorithm, problem: LoraProblem, info: RoundInfo, device: torch.device
+    wanted: int | Literal["auto"],
+    algorithm: Algorithm,
+    problem: LoraProblem,
+    info: RoundInfo,
+    device: torch.device,
+    private: bool = False,
 ) -> int:
     """How many clients a run trains together: the recipe's number, or with "auto" all clients of a round.
 
     With "auto", the number is halved until the estimated peak is at most half of the device's memory. The size of a
     pass is bounded (pass_bytes), so more clients cost only memory. If the number needs more memory than is free, a
-    warning is printed and fewer clients are trained together.
+    warning is printed and fewer clients are trained together. private: see Need.
     """
-    need = Need.of(algorithm, problem)
+    need = Need.of(algorithm, problem, private)
 
     def peak(size: int) -> int:
         return need.of_clients(problem, size)

@@ -23,6 +23,7 @@ from fedllm.experiment.causal_card import causal_loading, causal_task
 from fedllm.experiment.image_card import image_loading
 from fedllm.experiment.privacy import client_level, spent
 from fedllm.experiment.records import versions
+from fedllm.experiment.sample_privacy_report import sample_card
 from fedllm.models.loading import Backbone
 from fedllm.results.format import LOSS, outcome
 from fedllm.results.names import NO_LICENCE, printable, setting_text
@@ -155,6 +156,7 @@ def _facts(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedOn, b
         _trained_values(recipe, backbone, trained),
         ["rounds", f"{trained.metrics[-1]['round']:,}"],
         *_privacy(recipe, trained),
+        *sample_card(recipe, trained.metrics),
         ["seed", str(recipe.run.seed)],
         ["licence", "to be filled in"],
     ]

@@ -20,6 +20,8 @@ from fedllm.experiment.job import Job
 from fedllm.experiment.privacy import privacy_rows
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
+from fedllm.experiment.sample_privacy import sample_level
+from fedllm.experiment.sample_privacy_report import sample_rows
 from fedllm.federation.costs import client_memory, round_bytes, vectors_per_round
 from fedllm.federation.sampling import chance_of_more
 from fedllm.models.quantization import frozen_size
@@ -53,6 +55,7 @@ def plan_table(job: Job) -> Table:
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
         **privacy_rows(job),
+        **sample_rows(job),
         "bytes per round": f"{up:,} up, {down:,} down",
         "vectors per round": _vectors(job),
         **_robust(job),
@@ -123,7 +126,8 @@ def _memory(job: Job) -> dict[str, str]:
     """The memory that training all weights takes."""
     if not isinstance(job.problem, FullProblem):
         return {}
-    return {"memory": str(FullNeed.of(job.algorithm, job.problem, job.info, job.stacked_clients))}
+    private = sample_level(job.recipe) is not None
+    return {"memory": str(FullNeed.of(job.algorithm, job.problem, job.info, job.stacked_clients, private))}
 
 
 def _serves(job: Job) -> bool:
@@ -203,6 +207,10 @@ def _sites(job: Job, sizes: np.ndarray) -> dict[str, str]:
 
 def _rows(job: Job) -> str:
     unit = "tokens" if job.backbone.images is None else "patches"
+    if sample_level(job.recipe) is not None:
+        return (
+            f"one sample per row with a gradient of its own, passes of {int(job.problem.pass_tokens):,} {unit} at most"
+        )
     if isinstance(job.problem, FullProblem):
         together = "clients share a pass" if job.problem.stacked else "a client's batch is a pass"
         whole = "" if job.problem.buffers is not None else f", cut above {int(job.problem.pass_tokens):,} {unit}"

@@ -80,8 +80,8 @@ def settle(recipe: Recipe, clients: int) -> Recipe:
 
 
 def decided_privacy(recipe: Recipe) -> dict[str, float | None]:
-    """What `settle` found, with which a resumed run goes on: see RunFacts."""
-    return {} if (privacy := client_level(recipe)) is None else {"noise": privacy.noise, "delta": privacy.delta}
+    """What was found for the recipe's epsilon, with which a resumed run goes on: see RunFacts."""
+    return {} if (privacy := recipe.privacy) is None else {"noise": privacy.noise, "delta": privacy.delta}
 
 
 def spent(recipe: Recipe, clients: int, rounds: int) -> float | None:

@@ -26,6 +26,7 @@ from fedllm.experiment.evaluation import evaluate
 from fedllm.experiment.job import Job
 from fedllm.experiment.parties import ServerOf
 from fedllm.experiment.run import RunResult, dry_run, run
+from fedllm.experiment.sample_privacy import require_known_noise
 from fedllm.experiment.session import Session
 from fedllm.experiment.stopping import StopRequests
 from fedllm.federation.executor import Executor
@@ -88,6 +89,7 @@ def deployable(recipe: Recipe) -> Recipe:
             "algorithm.tracking_init: gradient needs a pass over all data before round 1, and real sites make none; "
             "set it to zero"
         )
+    require_known_noise(recipe)
     if data.max_train is not None:
         raise UserError(
             f"data.max_train: found {data.max_train}, but each site trains on all of its samples; leave it out"

@@ -22,6 +22,7 @@ from fedllm.experiment.build import assemble
 from fedllm.experiment.evaluation import evaluate
 from fedllm.experiment.parties import OneSite
 from fedllm.experiment.records import versions
+from fedllm.experiment.sample_privacy import epsilon_of_site, private_problem
 from fedllm.federation.executor import Executor
 from fedllm.federation.local_training import local_steps, train_together
 from fedllm.federation.setup import BUFFERS
@@ -46,9 +47,11 @@ class SiteRun:
         self.told, self._folder, self._name = told, folder, settings.name
         party = OneSite(told.site, told.sites, settings.train, settings.validation, told.classes)
         self.job = assemble(site_recipe(told, settings), party=party)
-        say_all(self.job.notes, self.job.dataset.warnings)
+        spends = epsilon_of_site(self.job.recipe, len(self.job.parts[told.site]))
+        say_all((*self.job.notes, *spends), self.job.dataset.warnings)
         info = replace(self.job.info, model=fingerprint(self.job.model))
-        self._setup = replace(self.job.setup, info=info)
+        problem = private_problem(self.job.recipe, self.job.problem, self.job.parts, from_system=True)
+        self._setup = replace(self.job.setup, info=info, problem=problem)
         self._blank = blank(self._setup)
         self._terms = terms(self.job.algorithm, info, self.job.recipe.uploads, self.job.recipe.downloads)
         first = self._blank.clients.get([told.site])

@@ -19,6 +19,7 @@ from fedllm.experiment.job import Job
 from fedllm.experiment.privacy import spent
 from fedllm.experiment.records import RoundRecord, append_line
 from fedllm.experiment.round_source import RoundSource
+from fedllm.experiment.sample_privacy import epsilon_entries
 from fedllm.experiment.session import Session
 from fedllm.experiment.stopping import StopRequests, stopped
 from fedllm.experiment.trackers import Trackers
@@ -94,6 +95,8 @@ def _train_round(session: Session, source: RoundSource, plan: Plan) -> tuple[Rou
             if record.privacy:
                 epsilon = session.executor.on_first(lambda: spent(recipe, info.num_clients, state.round))
                 record = replace(record, privacy={**record.privacy, "epsilon": epsilon})
+            found = session.executor.on_first(lambda: epsilon_entries(job, state.round))
+            record = replace(record, privacy={**record.privacy, **found})
         _note_cuts(session)
     return record, plan
 

@@ -22,6 +22,7 @@ from fedllm.experiment.build import build_together, say_notes
 from fedllm.experiment.job import Job
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.memory_plan import Need, usable_memory
+from fedllm.experiment.sample_privacy import sample_level
 from fedllm.federation.executor import Executor
 from fedllm.federation.local_training import local_steps, train_part
 from fedllm.federation.sampling import deal, sample
@@ -146,7 +147,7 @@ class Work:
         limited = {client: min(steps[client], STEPS) for client in part}
         falling = dict(sorted(limited.items(), key=lambda pair: -pair[1]))
         assert isinstance(job.problem, LoraProblem), "only models with adapters are tuned"
-        need = Need.of(job.algorithm, job.problem)
+        need = Need.of(job.algorithm, job.problem, sample_level(job.recipe) is not None)
         return cls(job, executor, blank(job.setup), falling, need)
 
     @property

@@ -81,9 +81,9 @@ def simulate(
     x0: start [d], default problem.initial(), into whose dtype it is converted. stacked_clients: clients trained
     together, default all; it changes time only. cohort: its earlier name. sampling: fixed, or poisson with S as the
     mean. uploads: clips and roundings of what clients send. robust: the rule that reduces the uploads. privacy: noise
-    on the sums, of which `noise` alone is read (fedllm.aggregation.accounting has epsilon). evaluate(x, round): called with a copy of x after every `eval_every`
-    rounds and after the last one; it returns numbers by name. keep_history: false saves the memory of T+1 copies of x.
-    progress: shows the rounds on stderr if they take more than two seconds.
+    on the sums, of which `noise` alone is read (fedllm.aggregation.accounting has epsilon). evaluate(x, round): called
+    with a copy of x after every `eval_every` rounds and after the last one; it returns numbers by name. keep_history:
+    false saves the memory of T+1 copies of x. progress: shows the rounds on stderr if they take more than two seconds.
     A client whose upload is not finite is rejected, with a warning; `rejected` of the result lists it.
     Raises UserError for arguments that do not fit the federation, and for mistakes in `problem` or `alg`, naming the
     method; RunError if no client's upload is finite.
@@ -97,6 +97,11 @@ def simulate(
     setup = _setup(alg, problem, rounds, local_steps, clients_per_round, tracked_per_round, pairs)
     if why := robust.misfit(alg, setup.info.sampled, setup.info.tracked, sampling):
         raise UserError(why)
+    if privacy is not None and privacy.level == "sample":
+        raise UserError(
+            "privacy.level: found sample, expected client: give as problem a fedllm.problems.private.PrivateProblem, "
+            "whose gradients are clipped sample by sample, and leave privacy out"
+        )
     setup = replace(setup, pipeline=Pipeline.of(uploads, alg, seed, robust, privacy))
     federation = start(setup, x0=x0, stacked_clients=stacked)
     record = _Record(keep_history, evaluate, eval_every)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,15 @@ class Buffers:
 
     initial: Tensor
     local: bool = False
+
+
+@dataclass(frozen=True)
+class SampleGradients:
+    """The gradients [R, d] and losses [R] of R samples, each at the row of X [C, d] that `rows` [R] names."""
+
+    rows: Sequence[int]
+    losses: Tensor
+    gradients: Tensor
 
 
 class Problem(ABC):
@@ -71,6 +81,18 @@ class Problem(ABC):
         raise UserError(
             f"{type(self).__name__}.full_gradient: missing, and tracking_init=gradient needs it; write it, or choose "
             f"tracking_init=zero"
+        )
+
+    def sample_gradients(
+        self, X: Tensor, samples: Sequence[np.ndarray], clients: Sequence[int], round: int, step: int
+    ) -> Iterator[SampleGradients]:
+        """Gradients of single samples, a part at a time: samples[c] are indices of client clients[c]'s, at X[c].
+
+        The samples of a row come in an order that does not depend on the other rows.
+        """
+        raise UserError(
+            f"{type(self).__name__}.sample_gradients: missing, and privacy.level=sample needs it; write it, or choose "
+            "privacy.level=client"
         )
 
     def sizes(self, clients: Sequence[int]) -> Tensor:

@@ -71,6 +71,7 @@ class RoundLine(Costs, extra_items=Score):  # type: ignore[call-arg]  # PEP 728,
     v_spread: NotRequired[Any]
     lora_gap: NotRequired[Any]
     epsilon: NotRequired[Any]
+    epsilon_median: NotRequired[Any]
     clipped: NotRequired[Any]
     noise_ratio: NotRequired[Any]
     missing: NotRequired[Any]

@@ -17,7 +17,7 @@ from fedllm.common.profiling import section
 from fedllm.common.seeding import derive
 from fedllm.data.client_batches import ClientBatches
 from fedllm.models.flat_parameters import ParameterSpace
-from fedllm.problems.base import Buffers
+from fedllm.problems.base import Buffers, SampleGradients
 from fedllm.problems.full.batch_reader import BatchReader
 from fedllm.problems.full.pass_memory import measure
 from fedllm.problems.full.plain_model import Mode, PlainModel
@@ -30,6 +30,7 @@ from fedllm.problems.lora.evaluation_batches import evaluate, evaluation_batches
 from fedllm.problems.lora.passes import Passes
 from fedllm.problems.lora.row_layout import DropoutKeys
 from fedllm.problems.model_problem import Losses, ModelProblem
+from fedllm.problems.sample_rows import SampleRows, largest_bytes
 
 
 class FullProblem(ModelProblem):
@@ -120,6 +121,16 @@ class FullProblem(ModelProblem):
                     losses[row] = self._descend(X[row], buffers[row], batches[row], keys, total, gradients[row])
         return losses, gradients
 
+    def sample_gradients(
+        self, X: Tensor, samples: Sequence[np.ndarray], clients: Sequence[int], round: int, step: int
+    ) -> Iterator[SampleGradients]:
+        """One sample after the other, or with settings.stacked several in a pass. There is no batch norm."""
+        lengths = self.reader.lengths
+        for some in SampleRows.of(samples, clients, lengths).passes(lengths, self._sample_passes, self.dim):
+            with self.model.mode(Mode.TRAIN):
+                losses, gradients = self._single(X, some, round, step)
+            yield SampleGradients(some.rows.tolist(), losses, gradients)
+
     def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
         """Gradients [C, d] of the clients' mean losses over all their samples, without dropout.
 
@@ -164,8 +175,30 @@ class FullProblem(ModelProblem):
             tokens = min(tokens, max(self.pass_tokens, float(self.reader.lengths.max())))
         return tokens * self.passes.memory.token
 
+    def largest_sample_pass_bytes(self, together: int) -> float:
+        """The same for passes of single samples, with their vectors; twice the expected batches are counted."""
+        longest, passes = int(self.reader.lengths.max()), self._sample_passes
+        return largest_bytes(longest, 2 * self.batches.batch_size * together, passes, self.dim)
+
     def release(self) -> None:
         """The model was never changed."""
+
+    @property
+    def _sample_passes(self) -> Passes:
+        """Those of single samples: without settings.stacked, one has a pass of its own."""
+        return self.passes if self.stacked else Passes(self.passes.memory, 0.0)
+
+    def _single(self, X: Tensor, some: SampleRows, round: int, step: int) -> tuple[Tensor, Tensor]:
+        """Losses [R] and gradients [R, d] of single samples."""
+        keys = some.keys(seed := self.batches.seed, round, step)
+        if self.stacked:
+            batch = self.reader.stack(some.batches, X.device, keys)
+            return stacked_step(self.model, self.losses, X[torch.from_numpy(some.rows)], batch)
+        (row,), (client,), (slot,) = some.rows, some.clients, some.slots
+        gradients, total = torch.zeros_like(X[:1]), self._targets(some.samples)
+        with _drawn_from(derive(seed, "sample dropout", round, step, client, slot), X.device):
+            loss = self._descend(X[row], self.model.first_buffers.clone(), some.samples, keys, total, gradients[0])
+        return loss[None], gradients
 
     def _read_tokens(self, settings: FullSettings) -> None:
         """Of learned tokens, a few at a time are compared with the vocabulary; of stacked clients all."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from fedllm.data.samples import Samples
 from fedllm.data.tokenization import send
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.models.quantization import settle
+from fedllm.problems.base import SampleGradients
 from fedllm.problems.lora.compatibility import IndependenceCheck
 from fedllm.problems.lora.dropout import row_keys
 from fedllm.problems.lora.engine_settings import EngineSettings
@@ -29,6 +31,7 @@ from fedllm.problems.lora.readout import readout_of
 from fedllm.problems.lora.row_layout import DropoutKeys, RowLayout
 from fedllm.problems.lora.stacked_model import StackedModel
 from fedllm.problems.model_problem import Losses, ModelProblem
+from fedllm.problems.sample_rows import SampleRows, largest_bytes
 
 
 class LoraProblem(ModelProblem):
@@ -130,6 +133,18 @@ class LoraProblem(ModelProblem):
             losses[some], gradients[some] = self._pass(X[some], batches[some], counts, keys)
         return losses, gradients
 
+    def sample_gradients(
+        self, X: Tensor, samples: Sequence[np.ndarray], clients: Sequence[int], round: int, step: int
+    ) -> Iterator[SampleGradients]:
+        """Each sample has a row of its own, with its client's parameters, as if it were a client's whole batch."""
+        layout = PaddedRows(self.model, self.rows.tokens, self.rows.pad_id)
+        every = SampleRows.of(samples, clients, layout.lengths)
+        for some in every.passes(layout.lengths, self.passes, self.dim):
+            counts = [self._targets(sample) for sample in some.batches]
+            keys = some.keys(self.batches.seed, round, step)
+            losses, gradients = self._pass(X[torch.from_numpy(some.rows)], some.batches, counts, keys, layout)
+            yield SampleGradients(some.rows.tolist(), losses, gradients)
+
     def full_gradient(self, x: Tensor, clients: Sequence[int]) -> Tensor:
         """Gradients [C, d] of the clients' mean losses over all their samples, without dropout."""
         falling = sorted(range(len(clients)), key=lambda row: -len(self.batches.parts[clients[row]]))
@@ -174,6 +189,14 @@ class LoraProblem(ModelProblem):
         batches = ([self.batches.indices(client, 0, step) for client in clients] for step in range(steps))
         return max((self.passes.largest(self.rows.sizes(taken)) for taken in batches), default=0)
 
+    def largest_sample_pass(self, clients: Sequence[int], steps: int) -> int:
+        """The same for passes of single samples: the tokens that take as many bytes as the samples with their vectors.
+
+        It is an estimate from the longest sample and twice the expected batches, whatever the steps."""
+        longest = int(self.rows.lengths.max())
+        expected = sum(min(self.batches.batch_size, len(self.batches.parts[client])) for client in clients)
+        return math.ceil(largest_bytes(longest, 2 * expected, self.passes, self.dim) / self.token_bytes)
+
     def release(self) -> None:
         """Gives the model back as it was."""
         self.model.release()
@@ -183,18 +206,24 @@ class LoraProblem(ModelProblem):
         return int(self.rows.tokens.sizes[torch.from_numpy(samples)].sum())
 
     def _pass(
-        self, X: Tensor, batches: list[np.ndarray], counts: list[int], keys: DropoutKeys | None
+        self,
+        X: Tensor,
+        batches: list[np.ndarray],
+        counts: list[int],
+        keys: DropoutKeys | None,
+        layout: RowLayout | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Losses [C] and gradients [C, d] of some clients: one forward and backward per micro-batch.
 
-        counts [C]: targets that a client's mean is over. keys: None for no dropout.
+        counts [C]: targets that a client's mean is over. keys: None for no dropout. layout: None for `rows`.
         """
+        layout = layout or self.rows
         with section("data"):
-            micros = self.rows.micro_batches(batches)
+            micros = layout.micro_batches(batches)
         X = X.detach().requires_grad_()
         losses = torch.zeros(len(counts), device=X.device)
         for micro in micros:
-            outputs = self.rows.outputs(X, micro, keys)
+            outputs = layout.outputs(X, micro, keys)
             losses += self._descend(outputs, micro.samples, counts)
         assert X.grad is not None
         return losses, X.grad
