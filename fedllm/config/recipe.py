@@ -117,7 +117,7 @@ FREE_KEYS = frozenset(
         "trackers",
         "max_hours",
     )
-) | {("data", "title"), *(("deployment", key) for key in keys(DeploymentSettings))}
+) | {("data", "title"), *(("deployment", key) for key in keys(DeploymentSettings) if key != "keep_local")}
 # Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
 CHOSEN_KEYS = ("stacked_clients", "slices")
 # Settings whose "auto" or null a run replaces by its choice in its recipe.yaml; runs that chose differently are not
@@ -141,6 +141,7 @@ _LATER_KEYS = {
     ("eval", "by"): None,
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
+    ("deployment", "keep_local"): None,
 }
 _LATER_SECTIONS = ("uploads",)
 _SECTIONS = [

@@ -112,6 +112,11 @@ class RealSites:
         job = assemble(recipe, cache, party=ServerOf(number_of_sites(recipe)))
         if "validation" in job.dataset.stand_ins:
             _require_no_validation(recipe)
+        if job.problem.personal is not None and recipe.eval.stop_at_target:
+            raise UserError(
+                "eval.stop_at_target: found true, but with deployment.keep_local sites write their models after the "
+                "last round, which they must know; set federation.rounds instead"
+            )
         return job
 
     def begin(self, session: Session) -> None:
@@ -154,11 +159,12 @@ class RealSites:
 
     def evaluate(self, session: Session) -> dict[str, Any]:
         """The scores on the server's validation split, or else the weighted means of the sites' scores, and those of
-        each site with its samples, by its number."""
+        each site with its samples, by its number. Where sites keep heads of their own, only they have scores."""
         job, began = session.job, time.perf_counter()
         names = [LOSS, *job.task.metric_names]
-        found = site_scores(self._sites, self._server, session.facts.run, names)
-        if "validation" in job.dataset.stand_ins:
+        personal = job.problem.personal is not None
+        found = site_scores(self._sites, self._server, session.facts.run, names, everyone=personal)
+        if personal or "validation" in job.dataset.stand_ins:
             scores: dict[str, Any] = dict.fromkeys(names) | weighted(found)
             scores["eval_seconds"] = round_to(time.perf_counter() - began)
         else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fedllm.common.console import say_all
+from fedllm.common.console import say, say_all
 from fedllm.common.errors import UserError
 from fedllm.common.files import replace_bytes
 from fedllm.config.recipe import Recipe, make_recipe
@@ -21,10 +21,11 @@ from fedllm.deployment.site_messages import Announcement, EvaluateOrder, Joined,
 from fedllm.experiment.build import assemble
 from fedllm.experiment.evaluation import evaluate
 from fedllm.experiment.parties import OneSite
+from fedllm.experiment.personal import personal_model, write_personal
 from fedllm.experiment.records import versions
 from fedllm.federation.executor import Executor
 from fedllm.federation.local_training import local_steps, train_together
-from fedllm.federation.setup import BUFFERS
+from fedllm.federation.setup import BUFFERS, PERSONAL
 from fedllm.federation.state import FederationState, blank
 from fedllm.models.fingerprint import fingerprint
 
@@ -135,10 +136,12 @@ class SiteRun:
         return answer if hashlib.sha256(answer).hexdigest().encode() == digest else None
 
     def evaluate(self, order: EvaluateOrder) -> bytes:
-        """The answer to an order: scores alone. Raises UserError for an order that does not fit, and where
-        this site has no validation samples."""
-        samples = self.joined.validation
-        if not samples:
+        """The answer to an order: scores alone, of the site's own model where it keeps a head (see problems.base).
+
+        After the last round that model is written. Raises UserError for an order that does not fit, and where this site
+        has no validation samples and keeps no head."""
+        samples, personal = self.joined.validation, self.job.problem.personal is not None
+        if not samples and not personal:
             raise UserError(f"{self._name}: has no validation samples (validation: null), and was asked to evaluate")
         buffers = self._blank.buffers
         expected = {"x": self._blank.x} | ({} if buffers is None else {BUFFERS: buffers})
@@ -149,8 +152,14 @@ class SiteRun:
             raise UserError("the order to evaluate has other tensors than this run's model")
         state: FederationState = replace(self._blank, x=order.x.to(self._blank.x))
         state.buffers = None if order.buffers is None else order.buffers.to(state.x)
-        scores = evaluate(self.job, state, Executor())
-        del scores["eval_seconds"]
+        if personal:
+            state.x = personal_model(self.job, state.x, self._ledger.state[PERSONAL][0])
+        scores = evaluate(self.job, state, Executor()) if samples else {}
+        scores.pop("eval_seconds", None)
+        if personal and order.round == self.job.info.total:
+            say(
+                f"the model with this site's own head: {write_personal(self.job, state.x, state.buffers, self._folder)}"
+            )
         return Scores(order.round, samples, scores).to_bytes()
 
 

@@ -41,6 +41,12 @@ class SiteProcesses:
         """Processes that were started so far."""
         return len((self.folder / "starts").read_text())
 
+    def wait_for(self, starts: int, seconds: float = 60) -> None:
+        """Waits until so many processes were started, or that long. A kill may come after the end of a run."""
+        end = time.monotonic() + seconds
+        while self.starts < starts and time.monotonic() < end:
+            time.sleep(0.1)
+
     def _write(self, site: int, train: Path, kills: dict[int, tuple[int, str]]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         own = {round: moment for round, (killed, moment) in kills.items() if killed == site}
@@ -87,10 +93,10 @@ def main(file: str, socket: str, number: str) -> None:
     kills = Path(file).with_name(f"kills{number}.yaml")
     current = {"round": -1}
 
-    def at(moment: str) -> None:
-        planned = yaml.safe_load(kills.read_text())
-        if planned.get(current["round"]) == moment:
-            del planned[current["round"]]
+    def at(moment: str, round: int | None = None) -> None:
+        round, planned = current["round"] if round is None else round, yaml.safe_load(kills.read_text())
+        if planned.get(round) == moment:
+            del planned[round]
             kills.write_text(yaml.safe_dump(planned))
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -101,7 +107,7 @@ def main(file: str, socket: str, number: str) -> None:
         at("before training")
         answer = train(self, data, order)
         at("answer saved")
-        threading.Timer(0.3, at, ["answer sent"]).start()
+        threading.Timer(0.3, at, ["answer sent", order.broadcast.round]).start()
         return answer
 
     def steps_told(*arguments: object) -> object:
