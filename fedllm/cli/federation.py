@@ -104,6 +104,9 @@ def _site(arguments: argparse.Namespace) -> int:
     from fedllm.deployment.site_settings import load_site
 
     settings = load_site(arguments.site)
+    from fedllm.deployment.flower_site import look_for_server
+
+    look_for_server(settings)  # before torch is imported, which takes seconds
     with importing():
         from fedllm.experiment.site import open_site
     worker = open_site(settings)

@@ -133,6 +133,7 @@ class RealSites:
         if session.complete:
             return
         everyone, start = range(info.num_clients), job.recipe.deployment.start
+        say(f"run folder: {session.folder}")
         say(f"waiting for {start or info.num_clients} of {info.num_clients} sites")
         self._sites.gather(everyone, start or info.num_clients)
         self._note_sizes(session)

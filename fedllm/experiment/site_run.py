@@ -76,6 +76,7 @@ class SiteRun:
         """
         key = hashlib.sha256(data).hexdigest()
         if (saved := self._saved(key)) is not None:
+            say(f"round {order.broadcast.round + 1} of {self.job.info.total}: asked again; the same upload is sent")
             return saved
         broadcast, setup = order.broadcast, self._setup.at(order.broadcast.round)
         check_broadcast(
@@ -100,7 +101,15 @@ class SiteRun:
         after.save(self._ledger_file, self._terms)
         replace_bytes(self._answer_file, (key + hashlib.sha256(answer).hexdigest()).encode() + answer)
         self._ledger = after
+        self._say_trained(broadcast.round, trained, len(answer))
         return answer
+
+    def _say_trained(self, round: int, trained: Trained, size: int) -> None:
+        """One line for the site's operator."""
+        loss, seconds = _loss(trained), time.perf_counter() - trained.began
+        parts = [f"{seconds:.1f} s", f"{size:,} bytes to send"]
+        parts = parts if loss is None else [f"train loss {loss:.4f}", *parts]
+        say(f"round {round + 1} of {self.job.info.total}: {', '.join(parts)}; waiting")
 
     def _sent_buffers(self) -> dict[str, int]:
         """The running statistics that a broadcast has, with their number."""
@@ -156,6 +165,9 @@ class SiteRun:
             state.x = personal_model(self.job, state.x, self._ledger.state[PERSONAL][0])
         scores = evaluate(self.job, state, Executor()) if samples else {}
         scores.pop("eval_seconds", None)
+        if samples:
+            told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
+            say(f"after round {order.round}, on {samples:,} validation samples: {told}; waiting")
         if personal and order.round == self.job.info.total:
             say(
                 f"the model with this site's own head: {write_personal(self.job, state.x, state.buffers, self._folder)}"

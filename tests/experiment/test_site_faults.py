@@ -16,7 +16,7 @@ import torch
 import yaml
 from federations import ThreadLink, deployed, recipe_of, settings, simulated, three_sites
 from safetensors.torch import load_file
-from site_processes import MOMENTS, SiteProcesses
+from site_processes import FULL_DISK, MOMENTS, SiteProcesses
 
 from fedllm.common.errors import RunError
 from fedllm.deployment import ledger
@@ -102,24 +102,27 @@ def test_a_server_killed_at_every_moment(three: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_site_is_absent_joins_late_and_is_lost_again(three: Path, tmp_path: Path) -> None:
-    link = link_of(three, tmp_path)
+def test_a_site_is_absent_joins_in_round_five_and_is_lost_again(three: Path, tmp_path: Path) -> None:
+    link, counted = link_of(three, tmp_path), list[int]()
     link.end(2)
 
     def joins(site: int, kind: str, answer: bytes) -> bytes:
         done = link.asked.count((0, "train"))
-        if site == 0 and kind == "train" and done == 3:
-            link.restart(2)
         if site == 0 and kind == "train" and done == 4:
+            link.restart(2)
+        if site == 2 and kind == "train":
+            counted.append(done)
+        if site == 0 and kind == "train" and done == 7:
             link.end(2)
         return answer
 
     link.spoil = joins
-    found = deployed(three / "recipe.yaml", [*OVERRIDES, SOON, "federation.rounds=5"], tmp_path / "deployed", link)
+    found = deployed(three / "recipe.yaml", [*OVERRIDES, SOON, "federation.rounds=8"], tmp_path / "deployed", link)
     missing = [line["missing"] for line in found.metrics]
-    assert missing[:2] == [[2], [2]]
-    assert missing[2] == []
-    assert missing[4] == [2]
+    assert missing[:4] == [[2]] * 4
+    assert counted[0] in (5, 6)  # it must read its data and model first, in round 5
+    assert [] in missing[4:7]
+    assert missing[7] == [2]
 
 
 def spoilt(answer: bytes, how: str) -> bytes:
@@ -170,6 +173,21 @@ def test_a_full_disk_at_a_site_costs_a_round(three: Path, tmp_path: Path, monkey
     found = deployed(three / "recipe.yaml", [*OVERRIDES, SOON], tmp_path / "deployed", link)
     assert [list(line["rejected"]) for line in found.metrics] == [[], ["1"], []]
     assert "No space left" in found.metrics[1]["rejected"]["1"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_at_a_site_of_its_own_process(three: Path, tmp_path: Path) -> None:
+    """In round 2 site 1 can write no file above 1000 bytes. Its process stays, and takes part in round 3."""
+    sites = SiteProcesses(tmp_path / "sites", paths(three), {1: (1, FULL_DISK)})
+    overrides = [*OVERRIDES, "deployment={sites: 3, deadline: 300, patience: 300}"]
+    try:
+        recipe = recipe_of(three / "recipe.yaml", overrides, tmp_path / "deployed")
+        found = serve(recipe, LocalLink(sites.sockets))
+    finally:
+        sites.close()
+    assert [list(line["rejected"]) for line in found.metrics] == [[], ["1"], []]
+    assert "File too large" in found.metrics[1]["rejected"]["1"]
+    assert sites.starts == 3
 
 
 @pytest.mark.slow

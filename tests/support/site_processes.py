@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -17,6 +19,8 @@ import yaml
 MOMENTS = (
     "before training", "in training", "after training", "state saved", "answer saved", "answer sent",
 )  # fmt: skip
+FULL_DISK = "full disk"  # in the place of a moment: in that round the site can write no file above _ROOM bytes
+_ROOM = 1000
 
 
 class SiteProcesses:
@@ -63,6 +67,17 @@ class SiteProcesses:
         self._parent.wait()
 
 
+@contextlib.contextmanager
+def room(full: bool) -> Iterator[None]:
+    """Bounds the size of each file that this process writes, where the disk is to be full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_ROOM if full else soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def watch(folder: Path, count: int) -> None:
     """Forks a process for each site, and another where one ended, until stdin is closed."""
     import fedllm.experiment.site  # noqa: F401
@@ -105,7 +120,8 @@ def main(file: str, socket: str, number: str) -> None:
     def train_told(self: site_run.SiteRun, data: bytes, order: site_messages.TrainOrder) -> bytes:
         current["round"] = order.broadcast.round
         at("before training")
-        answer = train(self, data, order)
+        with room(yaml.safe_load(kills.read_text()).get(order.broadcast.round) == FULL_DISK):
+            answer = train(self, data, order)
         at("answer saved")
         threading.Timer(0.3, at, ["answer sent", order.broadcast.round]).start()
         return answer
