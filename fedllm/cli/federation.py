@@ -172,6 +172,8 @@ def _try(arguments: argparse.Namespace) -> int:
     from fedllm.experiment.federation_trial import make_trial, run_trial
 
     folder = arguments.folder
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # so that its processes end with it
     make_trial(folder, arguments.sites)
     run_trial(folder, arguments.overrides)
     return 0
