@@ -109,7 +109,7 @@ def _children(process: int) -> list[int]:
 
 def _command(process: int) -> str:
     words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
-    return "node" if any("flower_node" in word for word in words) else " ".join(words[2:5])
+    return "node" if any("flower_node" in word for word in words) else "site"
 
 
 class _SitePeaks:
