@@ -63,7 +63,7 @@ class KeepWhatWasSent:
     algorithm: Algorithm
 
     def send(self, uploads: Uploads, declared: Declared, rows: int) -> None:
-        uploads.kept = self.algorithm.keep(uploads.kept, uploads.before, uploads.sent)
+        uploads.kept = uploads.kept | self.algorithm.keep(uploads.kept, uploads.before, uploads.sent)
 
     def receive(self, uploads: Uploads, declared: Declared, rows: int) -> None:
         """The server keeps nothing of a client."""

@@ -159,6 +159,21 @@ class Algorithm:
         """Whether the clients' state starts from their full local gradients at x0."""
         return False
 
+    def personal_fault(self) -> str:
+        """Why clients cannot keep some coordinates to themselves (see problems.base.Problem.personal); "" if they can.
+
+        On such coordinates a client sends zeros, and keeps tracked vectors as they are, so the server's vectors stay at
+        their start. That must not change a client's steps there.
+        """
+        if self.needs_full_gradient():
+            return "it begins with gradients of all coordinates; set algorithm.tracking_init=zero"
+        if averaged := [name for name, of in self.uploads().items() if of == "d" and name != "d"]:
+            return f"it averages {', '.join(averaged)} of each coordinate over the clients"
+        given = [name for name, of in self.downloads().items() if of == "d" and name not in self.tracked_uploads()]
+        return (
+            f"its steps mix the gradient with {', '.join(given)}, which such coordinates do not have" if given else ""
+        )
+
     def check(self, info: RoundInfo, steps: Sequence[int] = ()) -> None:
         """Raises UserError, naming the setting, if the algorithm cannot run in this federation. Called before the first
         round and at the start of each. steps: local steps of clients, where they are known."""

@@ -105,6 +105,10 @@ class FANT(Algorithm):
     def tracked_uploads(self) -> Vectors:
         return {"y": "d"} if self.form == "tracked" else {}
 
+    def personal_fault(self) -> str:
+        one = "form=one_vector works out y from all of x; set algorithm.form=tracked"
+        return one if self.form == "one_vector" else super().personal_fault()
+
     def computable(self, info: RoundInfo, equal_steps: bool) -> tuple[str, ...]:
         everyone = info.sampled == info.tracked == info.num_clients
         alike = equal_steps and self.weights == "uniform" and self.server_lr == 1

@@ -79,6 +79,9 @@ class FedAdamW(Algorithm):
     def uploads(self) -> Vectors:
         return {"d": "d", "vbar": "B"} if self.aggregate_v else {"d": "d"}
 
+    def personal_fault(self) -> str:
+        return "" if self.form == "alg2" else super().personal_fault()  # alpha Delta is added, and 0 there
+
     def begin(self, x: Tensor, server: State, clients: State, info: RoundInfo) -> State:
         v = info.blocks.expand(server["vbar"]) if self.aggregate_v else None
         return {"x": x.clone(), "m": rows_of(None, x), "v": rows_of(v, x), "Delta": server["Delta"].expand_as(x)}

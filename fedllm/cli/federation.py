@@ -104,6 +104,9 @@ def _site(arguments: argparse.Namespace) -> int:
     from fedllm.deployment.site_settings import load_site
 
     settings = load_site(arguments.site)
+    from fedllm.deployment.flower_site import look_for_server
+
+    look_for_server(settings)  # before torch is imported, which takes seconds
     with importing():
         from fedllm.experiment.site import open_site
     worker = open_site(settings)
@@ -169,6 +172,8 @@ def _try(arguments: argparse.Namespace) -> int:
     from fedllm.experiment.federation_trial import make_trial, run_trial
 
     folder = arguments.folder
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # so that its processes end with it
     make_trial(folder, arguments.sites)
     run_trial(folder, arguments.overrides)
     return 0

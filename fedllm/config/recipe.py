@@ -148,7 +148,11 @@ FREE_KEYS = frozenset(
         "trackers",
         "max_hours",
     )
-) | {("data", "title"), ("eval", "keep_best"), *(("deployment", key) for key in keys(DeploymentSettings))}
+) | {
+    ("data", "title"),
+    ("eval", "keep_best"),
+    *(("deployment", key) for key in keys(DeploymentSettings) if key != "keep_local"),
+}
 # Settings that a run chooses once. It is resumed with its own choice, also if the recipe has changed since.
 CHOSEN_KEYS = ("stacked_clients", "slices")
 # Settings whose "auto" or null a run replaces by its choice in its recipe.yaml; runs that chose differently are not
@@ -183,6 +187,7 @@ _LATER_KEYS = {
     ("eval", "by"): None,
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
+    ("deployment", "keep_local"): None,
 }
 _LATER_SECTIONS = ("loss", "uploads", "downloads", "robust", "privacy")
 _SECTIONS = [
@@ -255,6 +260,11 @@ def _check_uploads(recipe: Recipe) -> None:
     check_sampling(recipe.federation)
     if recipe.uploads.clip is not None:
         recipe.uploads.norms(recipe.load_algorithm())
+    if recipe.privacy is not None and recipe.deployment.keep_local is not None:
+        raise UserError(
+            "privacy: found with deployment.keep_local, expected one of the two: a head that stays at a client is "
+            "trained without noise, and its scores tell of it"
+        )
     if recipe.privacy is not None:
         check_privacy(recipe.privacy, recipe.federation, recipe.local, recipe.uploads, recipe.load_algorithm())
 

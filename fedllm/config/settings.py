@@ -139,7 +139,7 @@ class CostsSettings:
 
 @dataclass(frozen=True)
 class DeploymentSettings:
-    """Real sites, of `fedllm serve`. A simulation ignores them."""
+    """Real sites, of `fedllm serve`. A simulation ignores them, but for keep_local."""
 
     sites: int | None = setting(
         None, "number of sites N that may ever take part; null = partition.clients, of scheme by_column"
@@ -149,6 +149,9 @@ class DeploymentSettings:
     ask_again: float = setting(300.0, "seconds after which a site that has not answered is asked again")
     patience: float = setting(
         3600.0, "seconds that the server waits on, with too few sites at a round's deadline or before round 1"
+    )
+    keep_local: Literal["head"] | None = setting(
+        None, "head = each client trains a head of its own, which it does not send; the adapters are shared"
     )
 
     def __post_init__(self) -> None:

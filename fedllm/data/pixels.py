@@ -64,6 +64,10 @@ class Pixels:
         """The targets that a sample's loss is the sum over, int64 [n]: one each."""
         return torch.ones(len(self), dtype=torch.int64)
 
+    def take(self, rows: Tensor) -> Pixels:
+        """The images at `rows` [k], in that order."""
+        return replace(self, images=self.images[rows], targets=self.targets[rows])
+
     def to(self, device: torch.device | str) -> Pixels:
         """The same images on `device`."""
         return replace(self, images=self.images.to(device), targets=self.targets.to(device))

@@ -17,6 +17,7 @@ from fedllm.common.files import replace_text
 from fedllm.deployment.flower_processes import Child, environment
 
 _PATIENCE = 600.0  # seconds in which the server must answer for the first time
+_LOOK, _CONNECT = 1.5, 10.0  # seconds for a connection: at the first look, and later
 _ADMIT = 90.0  # longer than a server takes a killed node for alive, and than it takes to register its sites' keys
 _REFUSED = re.compile(r"refused (\[code: \d+\][^\n]*)")  # of flower_node
 
@@ -74,6 +75,17 @@ def _refusal(site: Connection, log: str) -> UserError | None:
     return None
 
 
+def look_for_server(site: Connection) -> None:
+    """Tells of a wrong address at once, before anything is loaded. A server that does not answer may come later.
+
+    Raises UserError as wait_for_server does."""
+    host, _, port = site.server.rpartition(":")
+    try:
+        _handshake(site, host.strip("[]"), int(port), _LOOK)
+    except OSError as error:
+        say(f"{site.server}: nothing answers there yet ({error.strerror or error}); loading meanwhile", "dim")
+
+
 def wait_for_server(site: Connection, seconds: float = _PATIENCE, stop: Callable[[], bool] = lambda: False) -> None:
     """Waits until the server's address answers, and checks its certificate.
 
@@ -83,7 +95,7 @@ def wait_for_server(site: Connection, seconds: float = _PATIENCE, stop: Callable
     end, said = time.monotonic() + seconds, False
     while not stop():
         try:
-            _handshake(site, host.strip("[]"), int(port))
+            _handshake(site, host.strip("[]"), int(port), _CONNECT)
             return
         except OSError as error:
             if time.monotonic() > end:
@@ -97,9 +109,9 @@ def wait_for_server(site: Connection, seconds: float = _PATIENCE, stop: Callable
             time.sleep(1.0)
 
 
-def _handshake(site: Connection, host: str, port: int) -> None:
+def _handshake(site: Connection, host: str, port: int, seconds: float) -> None:
     try:
-        with socket.create_connection((host, port), timeout=10) as plain:
+        with socket.create_connection((host, port), timeout=seconds) as plain:
             if site.insecure:
                 return
             context = ssl.create_default_context(cafile=str(site.certificate))

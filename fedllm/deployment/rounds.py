@@ -147,12 +147,16 @@ def _gap(server: Server, received: _Received, left_out: Mapping[int, str], produ
     return product_gap(server.x, updates, torch.tensor(sizes), products)
 
 
-def site_scores(sites: Sites, server: Server, run: str, names: Sequence[str]) -> dict[int, Scores]:
+def site_scores(
+    sites: Sites, server: Server, run: str, names: Sequence[str], everyone: bool = False
+) -> dict[int, Scores]:
     """The scores of x at each site that has joined and has validation samples, on these alone.
 
-    names: of the scores. A site that has not answered by the deadline, or gives other scores, is left out.
+    names: of the scores. everyone: sends x to the other sites too, which write their own models after the last round. A
+    site that has not answered by the deadline, or gives other scores, is left out.
     """
-    asked = [site for site in sites.present() if sites.joined[site].validation]
+    able = {site for site in sites.present() if sites.joined[site].validation}
+    asked = sites.present() if everyone else sorted(able)
     message = EvaluateOrder(run, server.round, server.x, server.buffers).to_bytes()
     found: dict[int, Scores] = {}
 
@@ -163,6 +167,10 @@ def site_scores(sites: Sites, server: Server, run: str, names: Sequence[str]) ->
             scores = Scores.from_bytes(body)
         except UserError as error:
             return f"scores: {error}"
+        if site not in able and not scores.samples:
+            return None
+        if not scores.samples:
+            return "scores: found none, though the site has validation samples"
         if scores.round != server.round or scores.scores.keys() != set(names):
             return f"scores: found {sorted(scores.scores)} of round {scores.round}, expected {sorted(names)}"
         found[site] = scores

@@ -159,7 +159,7 @@ class TrainAnswer:
 
 @dataclass(frozen=True)
 class Scores:
-    """A site's scores on its own validation samples, by name; None for one that is not finite."""
+    """A site's scores on its own validation samples, by name; None for one that is not finite. Without samples, {}."""
 
     round: int
     samples: int
@@ -171,7 +171,7 @@ class Scores:
     @classmethod
     def from_bytes(cls, data: bytes) -> Scores:
         """Raises UserError if the bytes are none."""
-        head, _ = open_message(data, "scores", {"round": is_count, "samples": is_size, "scores": is_scores})
+        head, _ = open_message(data, "scores", {"round": is_count, "samples": is_count, "scores": is_scores})
         return cls(**head)
 
 

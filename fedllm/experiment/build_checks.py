@@ -14,6 +14,8 @@ from fedllm.tasks.base import LOSS, Task
 
 def check_evaluation(recipe: Recipe, task: Task, dataset: Dataset) -> None:
     settings, columns = recipe.eval, list(dataset.validation.columns)
+    if recipe.deployment.keep_local is not None:
+        _check_personal(recipe)
     if settings.by is not None and settings.by not in columns:
         raise UserError(
             f"eval.by: found '{settings.by}'{nearest(settings.by, columns)}, expected a column of the validation "
@@ -29,6 +31,16 @@ def check_evaluation(recipe: Recipe, task: Task, dataset: Dataset) -> None:
     for key, name in named:
         if name not in known:
             raise UserError(f"eval.{key}: found metric '{name}', expected one of {', '.join(known)} for {dataset.name}")
+
+
+def _check_personal(recipe: Recipe) -> None:
+    """Raises UserError for what only one model for all clients can give."""
+    for key, wanted in (("start", recipe.eval.start), ("by", recipe.eval.by), ("samples", recipe.eval.samples)):
+        if wanted:
+            raise UserError(
+                f"eval.{key}: found {wanted}, but with deployment.keep_local each client has a model of its own; leave "
+                "it out"
+            )
 
 
 def check_parts(parts: list[np.ndarray], recipe: Recipe) -> None:

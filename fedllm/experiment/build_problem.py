@@ -19,6 +19,8 @@ from fedllm.experiment.full_memory import FullNeed, full_pass_bytes, require_mem
 from fedllm.experiment.machine import Machine
 from fedllm.experiment.memory_plan import choose_stacked_clients, pass_bytes
 from fedllm.experiment.sample_privacy import sample_level
+from fedllm.federation.personal import require_personal
+from fedllm.models.head_coordinates import head_coordinates
 from fedllm.models.loading import Backbone
 from fedllm.problems.full.problem import FullProblem
 from fedllm.problems.full.settings import FullSettings
@@ -39,10 +41,18 @@ def build_problem(
 ) -> LoraProblem | FullProblem:
     """The problem of the clients of `batches`, whose samples are those of `train`."""
     blocks = _blocks(model, algorithm, recipe, machine)
+    personal = None
+    if recipe.deployment.keep_local is not None:
+        require_personal(algorithm, recipe.algorithm["name"])
+        personal = head_coordinates(model, backbone).to(machine.device)
     given = (model, train, batches, task.losses)
+    problem: LoraProblem | FullProblem
     if recipe.lora is None:
-        return FullProblem(*given, _full_settings(recipe, machine, backbone), blocks)
-    return LoraProblem(*given, _engine_settings(recipe, machine, backbone), blocks)
+        problem = FullProblem(*given, _full_settings(recipe, machine, backbone), blocks)
+    else:
+        problem = LoraProblem(*given, _engine_settings(recipe, machine, backbone), blocks)
+    problem.personal = personal
+    return problem
 
 
 def clients_together(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,10 +19,21 @@ from fedllm.results.format import round_to
 def evaluate(job: Job, federation: FederationState, executor: Executor) -> dict[str, Any]:
     """Loss and scores on the whole validation split, and the seconds of the evaluation. A value not finite is None."""
     began = time.perf_counter()
-    outputs = outputs_at(job, federation.x, job.validation, executor, federation.buffers)
-    scores = job.task.evaluate(outputs, job.validation.targets) | choices_at(job, federation.x, executor)
-    finite = {name: value if math.isfinite(value) else None for name, value in scores.items()}
-    return {**finite, "eval_seconds": round_to(time.perf_counter() - began)}
+    scores = scores_at(job, federation.x, job.validation, executor, federation.buffers)
+    scores |= choices_at(job, federation.x, executor)
+    return {**finite(scores), "eval_seconds": round_to(time.perf_counter() - began)}
+
+
+def scores_at(
+    job: Job, x: Tensor, samples: Samples, executor: Executor, buffers: Tensor | None = None
+) -> dict[str, float]:
+    """Loss and scores of x [d] on these samples. buffers: see outputs_at."""
+    return job.task.evaluate(outputs_at(job, x, samples, executor, buffers), samples.targets)
+
+
+def finite(scores: Mapping[str, float]) -> dict[str, float | None]:
+    """The scores; None in the place of a value that is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in scores.items()}
 
 
 def choices_at(job: Job, x: Tensor, executor: Executor) -> dict[str, float]:

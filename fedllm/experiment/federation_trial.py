@@ -144,6 +144,7 @@ class _Screen:
             threading.Thread(target=self._read, args=(name, process), daemon=True)
             for name, process in processes.items()
         ]
+        self._drawn: list[list[str]] = []
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def __enter__(self) -> _Screen:
@@ -174,12 +175,13 @@ class _Screen:
         return self._said[name][-1] if self._said[name] else "it wrote nothing"
 
     def update(self) -> None:
-        """Draws the table again."""
-        if self._live is None:
+        """Draws the table again, if a process has said something since."""
+        shown = [said[-4 if name == "server" else -1 :] or ["starting"] for name, said in self._said.items()]
+        if self._live is None or shown == self._drawn:
             return
-        table = Table.grid(padding=(0, 2))
-        for name in self._said:
-            for place, line in enumerate(self._said[name][-4 if name == "server" else -1 :] or ["starting"]):
+        self._drawn, table = shown, Table.grid(padding=(0, 2))
+        for name, lines in zip(self._said, shown, strict=True):
+            for place, line in enumerate(lines):
                 table.add_row(
                     Text(name if place == 0 else "", style="bold"), Text(line, no_wrap=True, overflow="ellipsis")
                 )

@@ -85,6 +85,8 @@ def _trainable(job: Job, frozen: int) -> str:
 
 
 def _head(job: Job) -> str:
+    if (places := job.problem.personal) is not None:
+        return f"{job.backbone.start}; each client keeps its own, {len(places):,} values, and sends nothing of it"
     if job.recipe.lora is None and not job.backbone.head:
         return "the language model's own, trained with it"
     return str(job.backbone.start)

@@ -114,6 +114,13 @@ class RealSites:
         job = assemble(recipe, cache, party=ServerOf(number_of_sites(recipe)))
         if "validation" in job.dataset.stand_ins:
             _require_no_validation(recipe)
+        ends_early = {"stop_at_target": recipe.eval.stop_at_target, "patience": recipe.eval.patience}
+        for key, value in ends_early.items() if job.problem.personal is not None else ():
+            if value:
+                raise UserError(
+                    f"eval.{key}: found {value}, but with deployment.keep_local sites write their models after the "
+                    "last round, which they must know; set federation.rounds instead"
+                )
         return job
 
     def begin(self, session: Session) -> None:
@@ -140,6 +147,7 @@ class RealSites:
         if session.complete:
             return
         everyone, start = range(info.num_clients), job.recipe.deployment.start
+        say(f"run folder: {session.folder}")
         say(f"waiting for {start or info.num_clients} of {info.num_clients} sites")
         self._sites.gather(everyone, start or info.num_clients)
         self._note_sizes(session)
@@ -167,11 +175,12 @@ class RealSites:
 
     def evaluate(self, session: Session) -> dict[str, Any]:
         """The scores on the server's validation split, or else the weighted means of the sites' scores, and those of
-        each site with its samples, by its number."""
+        each site with its samples, by its number. Where sites keep heads of their own, only they have scores."""
         job, began = session.job, time.perf_counter()
         names = [LOSS, *job.task.metric_names]
-        found = site_scores(self._sites, self._server, session.facts.run, names)
-        if "validation" in job.dataset.stand_ins:
+        personal = job.problem.personal is not None
+        found = site_scores(self._sites, self._server, session.facts.run, names, everyone=personal)
+        if personal or "validation" in job.dataset.stand_ins:
             scores: dict[str, Any] = dict.fromkeys(names) | weighted(found)
             scores["eval_seconds"] = round_to(time.perf_counter() - began)
         else:

@@ -94,7 +94,8 @@ class SiteWorker:
             folder = self.settings.state / told.run
             self._run, self._announced = SiteRun(told, self.settings, folder), digest
         joined = self._run.joined
-        say(f"joined run {self._run.told.run[:8]} as site {self._run.told.site} with {joined.samples:,} samples")
+        told = self._run.told
+        say(f"joined run {told.run[:8]} as site {told.site} with {joined.samples:,} samples; waiting")
         return joined.to_bytes()
 
     def _require_allowed(self, told: Announcement) -> None:

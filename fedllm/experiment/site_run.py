@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fedllm.common.console import say_all
+from fedllm.common.console import say, say_all
 from fedllm.common.errors import UserError
 from fedllm.common.files import replace_bytes
 from fedllm.config.recipe import Recipe, make_recipe
@@ -21,11 +21,12 @@ from fedllm.deployment.site_messages import Announcement, EvaluateOrder, Joined,
 from fedllm.experiment.build import assemble
 from fedllm.experiment.evaluation import evaluate
 from fedllm.experiment.parties import OneSite
+from fedllm.experiment.personal import personal_model, write_personal
 from fedllm.experiment.records import versions
 from fedllm.experiment.sample_privacy import epsilon_of_site, private_problem
 from fedllm.federation.executor import Executor
 from fedllm.federation.local_training import local_steps, train_together
-from fedllm.federation.setup import BUFFERS
+from fedllm.federation.setup import BUFFERS, PERSONAL
 from fedllm.federation.state import FederationState, blank
 from fedllm.models.fingerprint import fingerprint
 
@@ -78,6 +79,7 @@ class SiteRun:
         """
         key = hashlib.sha256(data).hexdigest()
         if (saved := self._saved(key)) is not None:
+            say(f"round {order.broadcast.round + 1} of {self.job.info.total}: asked again; the same upload is sent")
             return saved
         broadcast, setup = order.broadcast, self._setup.at(order.broadcast.round)
         check_broadcast(
@@ -109,7 +111,15 @@ class SiteRun:
         after.save(self._ledger_file, self._terms)
         replace_bytes(self._answer_file, (key + hashlib.sha256(answer).hexdigest()).encode() + answer)
         self._ledger = after
+        self._say_trained(broadcast.round, trained, len(answer))
         return answer
+
+    def _say_trained(self, round: int, trained: Trained, size: int) -> None:
+        """One line for the site's operator."""
+        loss, seconds = _loss(trained), time.perf_counter() - trained.began
+        parts = [f"{seconds:.1f} s", f"{size:,} bytes to send"]
+        parts = parts if loss is None else [f"train loss {loss:.4f}", *parts]
+        say(f"round {round + 1} of {self.job.info.total}: {', '.join(parts)}; waiting")
 
     def _sent_buffers(self) -> dict[str, int]:
         """The running statistics that a broadcast has, with their number."""
@@ -145,10 +155,12 @@ class SiteRun:
         return answer if hashlib.sha256(answer).hexdigest().encode() == digest else None
 
     def evaluate(self, order: EvaluateOrder) -> bytes:
-        """The answer to an order: scores alone. Raises UserError for an order that does not fit, and where
-        this site has no validation samples."""
-        samples = self.joined.validation
-        if not samples:
+        """The answer to an order: scores alone, of the site's own model where it keeps a head (see problems.base).
+
+        After the last round that model is written. Raises UserError for an order that does not fit, and where this site
+        has no validation samples and keeps no head."""
+        samples, personal = self.joined.validation, self.job.problem.personal is not None
+        if not samples and not personal:
             raise UserError(f"{self._name}: has no validation samples (validation: null), and was asked to evaluate")
         buffers = self._blank.buffers
         expected = {"x": self._blank.x} | ({} if buffers is None else {BUFFERS: buffers})
@@ -159,8 +171,17 @@ class SiteRun:
             raise UserError("the order to evaluate has other tensors than this run's model")
         state: FederationState = replace(self._blank, x=order.x.to(self._blank.x))
         state.buffers = None if order.buffers is None else order.buffers.to(state.x)
-        scores = evaluate(self.job, state, Executor())
-        del scores["eval_seconds"]
+        if personal:
+            state.x = personal_model(self.job, state.x, self._ledger.state[PERSONAL][0])
+        scores = evaluate(self.job, state, Executor()) if samples else {}
+        scores.pop("eval_seconds", None)
+        if samples:
+            told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
+            say(f"after round {order.round}, on {samples:,} validation samples: {told}; waiting")
+        if personal and order.round == self.job.info.total:
+            say(
+                f"the model with this site's own head: {write_personal(self.job, state.x, state.buffers, self._folder)}"
+            )
         return Scores(order.round, samples, scores).to_bytes()
 
 

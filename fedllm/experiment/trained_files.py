@@ -11,7 +11,7 @@ from fedllm.models.loading import Backbone
 from fedllm.models.model_files import save_model
 
 
-def save_trained(recipe: Recipe, model: Any, folder: Path, backbone: Backbone, card: str) -> Path:
+def save_trained(recipe: Recipe, model: Any, folder: Path, backbone: Backbone, card: str | None) -> Path:
     """Writes the adapter, or the whole model, of a recipe's run to `folder`; see save_adapter and save_model."""
     if recipe.lora is None:
         return save_model(model, folder, backbone.tokenizer, card)

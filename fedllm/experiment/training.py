@@ -16,6 +16,7 @@ from fedllm.experiment.build import ReadCache, build_together
 from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.evaluation import evaluate
 from fedllm.experiment.job import Job
+from fedllm.experiment.personal import evaluate_clients
 from fedllm.experiment.privacy import spent
 from fedllm.experiment.records import RoundRecord, append_line
 from fedllm.experiment.round_source import RoundSource
@@ -42,6 +43,8 @@ class ThisMachine:
         return run_round(session.job.setup, session.state, clients, tracked, plan)
 
     def evaluate(self, session: Session) -> dict[str, Any]:
+        if session.job.problem.personal is not None:
+            return evaluate_clients(session.job, session.state, session.executor)
         return evaluate(session.job, session.state, session.executor)
 
 

@@ -19,7 +19,8 @@ from fedllm.common.profiling import section
 from fedllm.common.tensors import State
 from fedllm.federation.client_states import ClientVectors
 from fedllm.federation.partial_round import PartialRound, weights_of
-from fedllm.federation.setup import BUFFERS, Setup
+from fedllm.federation.personal import own_rows, withhold
+from fedllm.federation.setup import BUFFERS, PERSONAL, Setup
 from fedllm.federation.state import FederationState
 from fedllm.problems import checks
 from fedllm.problems.base import Problem
@@ -136,6 +137,8 @@ def train_together(
     with section("optimizer"):
         before = state.clients.get(clients, x.device)
         buffers = _first_buffers(state, before, len(clients))
+        if problem.personal is not None:
+            x = own_rows(x, problem.personal, before.pop(PERSONAL))
         local = alg.begin(x, state.server, before, info)
     losses: Tensor | None = None
     for k in range(counts[0]):
@@ -153,6 +156,8 @@ def train_together(
         progress(active)
     with section("optimizer"):
         upload, kept = alg.end(local, x, state.server, before, rows, info)
+        if problem.personal is not None:
+            upload, kept = withhold(alg, problem.personal, local, state.x, upload, kept, before)
     if buffers is not None and problem.buffers is not None:
         upload = {**upload, BUFFERS: buffers}
         kept = {**kept, BUFFERS: buffers} if problem.buffers.local else kept

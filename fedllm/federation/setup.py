@@ -14,6 +14,7 @@ from fedllm.algorithms.base import Algorithm, RoundInfo
 from fedllm.problems.base import Problem
 
 BUFFERS = "buffers"  # the name under which a problem's buffers are sent and kept, beside the algorithm's vectors
+PERSONAL = "personal"  # the name under which a client keeps its values of the problem's personal coordinates
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ class Setup:
             self.pipeline.reduction(self.algorithm, self.declared(x), self.info, x.device)
 
     def declared(self, x: Tensor) -> Declared:
-        """The vectors that the algorithm declares for a model x [d], and the problem's buffers."""
+        """The vectors that the algorithm declares for a model x [d], the problem's buffers, and what is personal."""
         declared, buffers = Declared.by(self.algorithm, x, self.info), self.problem.buffers
+        if (places := self.problem.personal) is not None:
+            declared = replace(declared, kept=declared.kept | {PERSONAL: len(places)})
         if buffers is None:
             return declared
         also = {BUFFERS: len(buffers.initial)}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedllm.common.tensors import State
 from fedllm.federation.client_states import ClientFiles, ClientStore
-from fedllm.federation.setup import BUFFERS, Setup
+from fedllm.federation.setup import BUFFERS, PERSONAL, Setup
 from fedllm.problems import checks
 
 
@@ -39,6 +39,8 @@ def blank(setup: Setup, x0: Tensor | None = None, folder: Path | None = None) ->
 
     def initial(count: int) -> State:
         vectors = alg.init_clients(x_cpu.expand(count, -1), info)
+        if (places := setup.problem.personal) is not None:
+            vectors = {**vectors, PERSONAL: x_cpu[places.cpu()].repeat(count, 1)}
         if buffers is None or not buffers.local:
             return vectors
         return {**vectors, BUFFERS: buffers.initial.to(x_cpu).repeat(count, 1)}

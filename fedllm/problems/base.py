@@ -40,13 +40,16 @@ class Problem(ABC):
     """N clients, each with its own objective over the same d parameters.
 
     dim: d. num_clients: N. blocks: the partition of the coordinates, or None for one block per coordinate.
-    buffers: None for a model without them. smaller_steps: how a user makes a client's step need less memory.
+    buffers: None for a model without them. personal [p]: coordinates that each client keeps to itself, in rising order;
+    None for none. A client goes on from its own, and the server's stay at x0. smaller_steps: how a user makes a
+    client's step need less memory.
     """
 
     dim: int
     num_clients: int
     blocks: BlockPartition | None = None
     buffers: Buffers | None = None
+    personal: Tensor | None = None
     smaller_steps: str = (
         "cut its batches with run.slices=4, or set run.gradient_checkpointing=true (the same result up to rounding), "
         "or lower local.batch_size or data.max_length"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
 import ssl
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from flower_federations import PATIENCE, ByHand, Federation, kill, make, until
+from tcp_proxy import Proxy
 
 from fedllm.common.errors import UserError
 from fedllm.deployment.certificates import write_site_key
@@ -23,6 +26,7 @@ from fedllm.deployment.flower_server import FlowerServer
 from fedllm.deployment.flower_site import site_socket, start_node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+CUT = 8.0  # seconds of a cut network
 
 
 class Answers:
@@ -129,6 +133,64 @@ def test_a_key_that_is_not_listed_is_refused(two: Federation, tmp_path: Path) ->
         node.end()
     assert set(two.link.online()) == {0, 1}
     assert two.ask_until_answered(1, "status", b"") == expected("b", "status", b"")
+
+
+@pytest.mark.long
+def test_a_second_process_under_one_key_is_refused_and_the_first_goes_on(two: Federation, tmp_path: Path) -> None:
+    """The second is on another machine: it has a state folder of its own."""
+    lives = two.wait_online()
+    node = start_node(dataclasses.replace(two.settings["a"], state=tmp_path / "state"), admit=3.0)
+    try:
+        until(lambda: node.failure)
+        assert isinstance(node.failure, UserError)
+        assert "another process uses it" in str(node.failure)
+    finally:
+        node.end()
+    assert two.ask_until_answered(0, "train", b"one") == expected("a", "train", b"one")
+    assert two.link.online() == lives
+
+
+@pytest.mark.long
+def test_a_network_cut_while_a_site_works_costs_time_alone(two: Federation, answers: Answers, tmp_path: Path) -> None:
+    """Site b connects through a proxy, which is cut for some seconds between an order and its answer."""
+    two.wait_online()
+    two.sites.nodes["b"].end()
+    site = two.settings["b"]
+    proxy = Proxy(int(site.server.rpartition(":")[2]))
+    through = dataclasses.replace(site, server=f"127.0.0.1:{proxy.port}")
+    node = start_node(through)
+    try:
+        assert two.ask_until_answered(1, "train", b"before") == expected("b", "train", b"before")
+        answers.slow.clear()
+        count = len(answers.asked)
+        name = two.link.send(1, "train", b"in between", PATIENCE)
+        until(lambda: len(answers.asked) > count or None)
+        proxy.cut()
+        answers.slow.set()
+        time.sleep(CUT)
+        passed = proxy.passed
+        proxy.mend()
+        assert two.reply(name).body == expected("b", "train", b"in between")
+        assert proxy.passed > passed
+        assert node.failure is None
+    finally:
+        answers.slow.set()
+        node.end()
+        proxy.cut()
+        two.sites.nodes["b"] = start_node(site)
+    assert two.ask_until_answered(1, "train", b"after") == expected("b", "train", b"after")
+
+
+@pytest.mark.long
+def test_a_federation_without_tls_on_one_machine(answers: Answers, tmp_path: Path) -> None:
+    """Without keys a site's number is that of the name which it gives."""
+    plain = Federation(tmp_path, answers.handle, insecure=True)
+    try:
+        plain.wait_online()
+        assert plain.ask_until_answered(0, "train", b"v") == expected("a", "train", b"v")
+        assert plain.ask_until_answered(1, "train", b"v") == expected("b", "train", b"v")
+    finally:
+        plain.close()
 
 
 @pytest.mark.long

@@ -8,8 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import write_rows
-from federations import numbers, recipe_of, simulated, split_rows
+from federations import numbers, recipe_of, simulated, three_sites
 from flower_federations import Federation, kill
 from safetensors.torch import load_file
 
@@ -30,12 +29,7 @@ OVERRIDES = [
 def test_a_run_whose_flower_processes_are_killed_equals_the_simulation(
     tiny: Path, tmp_path: Path, algorithm: str
 ) -> None:
-    rows = write_rows(tmp_path / "train.csv", 60, seed=0).read_text().splitlines()
-    kept = [row for row in rows if not row.endswith(("site3", "site4"))]
-    (tmp_path / "train.csv").write_text("\n".join(kept) + "\n")
-    files = split_rows(tmp_path / "train.csv", "site", tmp_path / "sites")
-    text = (tiny / "recipe.yaml").read_text().replace(str(tiny / "train.csv"), str(tmp_path / "train.csv"))
-    (tmp_path / "recipe.yaml").write_text(text)
+    files = sorted((three_sites(tiny, tmp_path) / "sites").iterdir())
     overrides = [*OVERRIDES, f"algorithm.name={algorithm}"]
     expected = simulated(tmp_path / "recipe.yaml", overrides, tmp_path / "simulated")
 

@@ -74,7 +74,8 @@ WORK = {"instructions": instructions, "language": language, "images": images}
 )
 def test_sites_are_the_simulation(task: str, name: str) -> None:
     """Two of three sites in each round, through bytes, some with more steps than others."""
-    settings = {"eps": 1e-2} if name == "fedadamw" else {}  # else Adam enlarges the rounding of gradients near 0
+    # Where a gradient is near 0, m/sqrt(v) is +1 or -1 by its rounding: eps=1e-2 makes the step follow its size.
+    settings = {"eps": 1e-2} if name == "fedadamw" else {}
     work, alg = WORK[task](), load_algorithm(name, lr=0.01, **settings)
     problem, batches = work.problem, work.problem.batches
     problem.blocks = model_blocks(alg, work.model())
@@ -96,4 +97,5 @@ def test_sites_are_the_simulation(task: str, name: str) -> None:
     assert float((x - problem.initial()).abs().max()) > 1e-3
     for key, value in expected.clients.items():
         kept = torch.cat([site.state[key] for site in sites])
-        torch.testing.assert_close(kept, value, rtol=1e-3, atol=1e-5)
+        rounding = 5e-6 if name == "scaffold" else 1e-6  # c_i divides x - x_i, rounded to 1e-7, by K eta = 0.02
+        torch.testing.assert_close(kept, value, rtol=1e-5, atol=rounding)

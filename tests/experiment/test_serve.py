@@ -15,7 +15,7 @@ import pytest
 import torch
 from causal_checkpoints import save_causal
 from conftest import write_rows
-from federations import ThreadLink, deployed, numbers, recipe_of, settings, simulated, split_rows, written
+from federations import ThreadLink, deployed, numbers, recipe_of, settings, simulated, split_rows, three_sites, written
 from safetensors.torch import load_file
 from tiny_images import write_parquet
 from tiny_models import WORDS
@@ -79,15 +79,7 @@ OVERRIDES = [
 
 @pytest.fixture(scope="module")
 def three(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny federation with three sites, and a file for each."""
-    folder = tmp_path_factory.mktemp("three")
-    rows = write_rows(folder / "train.csv", 60, seed=0).read_text().splitlines()
-    kept = [row for row in rows if not row.endswith(("site3", "site4"))]
-    (folder / "train.csv").write_text("\n".join(kept) + "\n")
-    split_rows(folder / "train.csv", "site", folder / "sites")
-    recipe = (tiny / "recipe.yaml").read_text().replace(str(tiny / "train.csv"), str(folder / "train.csv"))
-    (folder / "recipe.yaml").write_text(recipe)
-    return folder
+    return three_sites(tiny, tmp_path_factory.mktemp("three"))
 
 
 def link_of(three: Path, folder: Path) -> ThreadLink:

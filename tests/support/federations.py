@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from conftest import write_rows
 
 from fedllm.config.recipe import Recipe, load_recipe
 from fedllm.deployment.link import Kind, Reply
@@ -35,6 +36,17 @@ def split_rows(source: Path, column: str, folder: Path) -> list[Path]:
     for value, path in zip(values, paths, strict=True):
         path.write_text("".join(head + [line for line, row in zip(body, rows, strict=True) if row[column] == value]))
     return paths
+
+
+def three_sites(tiny: Path, folder: Path) -> Path:
+    """The tiny federation with three clients by column `site`, 12 samples each, and a file for each in `sites`."""
+    rows = write_rows(folder / "train.csv", 60, seed=0).read_text().splitlines()
+    kept = [row for row in rows if not row.endswith(("site3", "site4"))]
+    (folder / "train.csv").write_text("\n".join(kept) + "\n")
+    split_rows(folder / "train.csv", "site", folder / "sites")
+    recipe = (tiny / "recipe.yaml").read_text().replace(str(tiny / "train.csv"), str(folder / "train.csv"))
+    (folder / "recipe.yaml").write_text(recipe)
+    return folder
 
 
 def settings(folder: Path, train: Path, name: str, **keys: Any) -> SiteSettings:

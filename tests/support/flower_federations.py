@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,10 +71,17 @@ class Federation:
     """A running server and its sites."""
 
     def __init__(
-        self, folder: Path, handle: Callable[[str, str, bytes], bytes], names: Sequence[str] = ("a", "b")
+        self,
+        folder: Path,
+        handle: Callable[[str, str, bytes], bytes],
+        names: Sequence[str] = ("a", "b"),
+        insecure: bool = False,
     ) -> None:
         self.folder, self.settings = make(folder, list(names))
-        self.server = FlowerServer(read_server_folder(self.folder)).__enter__()
+        if insecure:
+            plain = {"insecure": True, "certificate": None, "key": None}
+            self.settings = {name: replace(each, **plain) for name, each in self.settings.items()}
+        self.server = FlowerServer(read_server_folder(self.folder), insecure).__enter__()
         self.sites = Sites(self.settings, handle)
 
     @property

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -17,6 +19,8 @@ import yaml
 MOMENTS = (
     "before training", "in training", "after training", "state saved", "answer saved", "answer sent",
 )  # fmt: skip
+FULL_DISK = "full disk"  # in the place of a moment: in that round the site can write no file above _ROOM bytes
+_ROOM = 1000
 
 
 class SiteProcesses:
@@ -41,6 +45,12 @@ class SiteProcesses:
         """Processes that were started so far."""
         return len((self.folder / "starts").read_text())
 
+    def wait_for(self, starts: int, seconds: float = 60) -> None:
+        """Waits until so many processes were started, or that long. A kill may come after the end of a run."""
+        end = time.monotonic() + seconds
+        while self.starts < starts and time.monotonic() < end:
+            time.sleep(0.1)
+
     def _write(self, site: int, train: Path, kills: dict[int, tuple[int, str]]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         own = {round: moment for round, (killed, moment) in kills.items() if killed == site}
@@ -55,6 +65,17 @@ class SiteProcesses:
         assert self._parent.stdin is not None
         self._parent.stdin.close()
         self._parent.wait()
+
+
+@contextlib.contextmanager
+def room(full: bool) -> Iterator[None]:
+    """Bounds the size of each file that this process writes, where the disk is to be full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_ROOM if full else soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def watch(folder: Path, count: int) -> None:
@@ -87,10 +108,10 @@ def main(file: str, socket: str, number: str) -> None:
     kills = Path(file).with_name(f"kills{number}.yaml")
     current = {"round": -1}
 
-    def at(moment: str) -> None:
-        planned = yaml.safe_load(kills.read_text())
-        if planned.get(current["round"]) == moment:
-            del planned[current["round"]]
+    def at(moment: str, round: int | None = None) -> None:
+        round, planned = current["round"] if round is None else round, yaml.safe_load(kills.read_text())
+        if planned.get(round) == moment:
+            del planned[round]
             kills.write_text(yaml.safe_dump(planned))
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -99,9 +120,10 @@ def main(file: str, socket: str, number: str) -> None:
     def train_told(self: site_run.SiteRun, data: bytes, order: site_messages.TrainOrder) -> bytes:
         current["round"] = order.broadcast.round
         at("before training")
-        answer = train(self, data, order)
+        with room(yaml.safe_load(kills.read_text()).get(order.broadcast.round) == FULL_DISK):
+            answer = train(self, data, order)
         at("answer saved")
-        threading.Timer(0.3, at, ["answer sent"]).start()
+        threading.Timer(0.3, at, ["answer sent", order.broadcast.round]).start()
         return answer
 
     def steps_told(*arguments: object) -> object:
