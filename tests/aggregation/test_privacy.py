@@ -50,7 +50,7 @@ class Still(Problem):
 def private(name: str, problem: Problem, clip: Any = 1.0, noise: float = 1.0, bits: Any = "float32") -> Setup:
     algorithm = load_algorithm(name, weights="uniform", lr=0.1)
     info = round_info(algorithm, problem, rounds=20, sampled=S, tracked=S, local_steps=2)
-    pipeline = Pipeline.of(UploadsSettings(clip=clip, bits=bits), algorithm, 0, PrivacySettings(noise=noise))
+    pipeline = Pipeline.of(UploadsSettings(clip=clip, bits=bits), algorithm, 0, privacy=PrivacySettings(noise=noise))
     return Setup(algorithm, problem, info, pipeline)
 
 
@@ -130,7 +130,7 @@ def test_no_client_changes_a_sum_by_more_than_its_clip(bits: Any) -> None:
     algorithm = load_algorithm("fadamgc")
     info = RoundInfo(0, 5, N, S, S, 2, BlockPartition.elementwise(dim))
     declared = Declared.by(algorithm, torch.zeros(dim), info)
-    pipeline = Pipeline.of(UploadsSettings(clip=clips, bits=bits), algorithm, 0, PrivacySettings(noise=1.0))
+    pipeline = Pipeline.of(UploadsSettings(clip=clips, bits=bits), algorithm, 0, privacy=PrivacySettings(noise=1.0))
     draw = torch.Generator().manual_seed(1)
     everyone = Rows(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool))
     counted = 0
@@ -208,7 +208,7 @@ def test_the_server_hands_on_no_number_of_clients() -> None:
 
     spy = Spy(weights="uniform", lr=0.1)
     setup = Setup(
-        spy, setup.problem, setup.info, Pipeline.of(setup.pipeline.settings, spy, 0, PrivacySettings(noise=0))
+        spy, setup.problem, setup.info, Pipeline.of(setup.pipeline.settings, spy, 0, privacy=PrivacySettings(noise=0))
     )
     run_round(setup, start(setup), [1], [1])
     assert (seen[0].clients, seen[0].tracked) == (S, S)
@@ -269,7 +269,7 @@ def _bounds(rate: float, runs: int) -> tuple[float, float]:
 def test_what_is_not_bounded_is_refused(name: str, keys: Any, uploads: Any, message: str) -> None:
     algorithm: Algorithm = load_algorithm(name, **keys)
     with pytest.raises(UserError, match=message):
-        Pipeline.of(UploadsSettings(**uploads), algorithm, 0, PrivacySettings(noise=1.0))
+        Pipeline.of(UploadsSettings(**uploads), algorithm, 0, privacy=PrivacySettings(noise=1.0))
 
 
 def test_simulate_wants_the_noise_itself() -> None:

@@ -40,7 +40,7 @@ def setup_of(of: FullProblem, name: str = "fedavg", **settings: Any) -> Setup:
 def test_running_statistics_are_refused_under_privacy() -> None:
     """Nobody clips them, and their mean would be released without noise."""
     setup = setup_of(problem(), weights="uniform")
-    private = Pipeline.of(UploadsSettings(clip=1.0), setup.algorithm, 0, PrivacySettings(noise=1.0))
+    private = Pipeline.of(UploadsSettings(clip=1.0), setup.algorithm, 0, privacy=PrivacySettings(noise=1.0))
     with pytest.raises(UserError, match=r"privacy: clients also send buffers, which is not clipped.*model.norm=group"):
         replace(setup, pipeline=private).require_private()
 
