@@ -36,18 +36,21 @@ MADE = re.findall(r"^ {4}(make [^#\n]*[^#\s])", TEXT, flags=re.MULTILINE)
 ADAPTER = [code for code in blocks("python") if "runs/mine" in code]
 
 
-@pytest.mark.parametrize(("page", "begins"), [("your_data", "loss:"), ("recipes", "eval:")])
-def test_single_sections(page: str, begins: str) -> None:
-    (code,) = (code for code in blocks("yaml", TEXTS[f"docs/guides/{page}.md"]) if code.startswith(begins))
+@pytest.mark.parametrize(
+    ("page", "begins"),
+    [("docs/guides/your_data.md", "loss:"), ("docs/guides/recipes.md", "eval:"), ("README.md", "local:")],
+)
+def test_sections_of_a_recipe(page: str, begins: str) -> None:
+    (code,) = (code for code in blocks("yaml", TEXTS[page]) if code.startswith(begins))
     overrides = [f"{name}={json.dumps(keys)}" for name, keys in yaml.safe_load(code).items()]
-    load_recipe(REPO / "recipes" / "quickstart.yaml", overrides)
+    load_recipe(REPO / "recipes" / "quickstart.yaml", ["partition.clients=200", *overrides])
 
 
 def test_the_pages_have_what_this_file_tests() -> None:
     assert len(blocks("python", TEXTS["README.md"])) == 3
     assert len(COMMANDS) >= 20
     assert len(ADAPTER) == 5
-    assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [3, 0, 2, 2, 0, 1, 0, 0, 0]
+    assert [len(blocks("yaml", TEXTS[page])) for page in PAGES] == [4, 0, 2, 2, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("command", dict.fromkeys([*MADE, "make docs", "make gpu-bench", "make lint"]))
@@ -142,7 +145,7 @@ def test_recipe_of_chats(tmp_path: Path) -> None:
 
 
 def test_keys_of_uploads() -> None:
-    (code,) = (code for code in blocks("yaml", TEXTS["README.md"]) if "uploads:" in code)
+    (code,) = (code for code in blocks("yaml", TEXTS["README.md"]) if code.startswith("uploads:"))
     overrides = [f"{name}={json.dumps(keys)}" for name, keys in yaml.safe_load(code).items()]
     recipe = load_recipe(REPO / "recipes" / "quickstart.yaml", overrides)
     assert (recipe.uploads.bits, recipe.uploads.clip) == ("int8", 1.0)
