@@ -48,14 +48,18 @@ def measure_checkpointed(rows: PaddedRows) -> PassMemory:
 
 def saved_bytes(forward: Callable[[], Tensor], model: nn.Module) -> int:
     """Bytes that autograd saves between a forward and its backward pass, the model's own tensors not counted."""
-    saved: dict[int, int] = {}
+    saved: dict[int, Tensor] = {}
 
-    def note(value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return value
+    def note(value: Tensor) -> None:
+        """Keeps the values, so that no address is used twice. The graph gets nothing: a tensor that an operation gave
+        and saved would keep itself alive for ever."""
+        saved[value.untyped_storage().data_ptr()] = value.detach()
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+    with torch.autograd.graph.saved_tensors_hooks(note, _no_backward):
         forward()
     own = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())}
-    return sum(size for address, size in saved.items() if address not in own)
+    return sum(value.untyped_storage().nbytes() for address, value in saved.items() if address not in own)
+
+
+def _no_backward(_: None) -> Tensor:
+    raise AssertionError("the graph of the probe has no backward pass")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,20 @@ def test_saved_tensors_are_counted_once_and_the_models_own_not() -> None:
     assert saved_bytes(lambda: layer(x) + layer(x), layer) == FLOAT * x.numel()
     with torch.no_grad():
         assert saved_bytes(lambda: layer(x), layer) == 0
+
+
+def test_nothing_of_the_probe_stays_in_memory() -> None:
+    layer, x = nn.Linear(5, 7), torch.ones(3, 5)
+    made: list[weakref.ref[Tensor]] = []
+
+    def forward() -> Tensor:
+        result = layer(x).exp()
+        made.append(weakref.ref(result))
+        return result.sum()
+
+    saved_bytes(forward, layer)
+    gc.collect()
+    assert made[0]() is None
 
 
 class Rows:
