@@ -189,7 +189,7 @@ _LATER_KEYS = {
     ("eval", "new_tokens"): 48,
     ("deployment", "keep_local"): None,
 }
-_LATER_SECTIONS = ("loss", "uploads", "downloads", "robust", "privacy")
+_LATER_SECTIONS = ("loss", "uploads", "downloads", "robust", "privacy", "deployment")
 _SECTIONS = [
     "model", "lora", "data", "partition", "algorithm", "federation", "local", "loss", "uploads", "downloads", "robust",
     "privacy", "eval", "run", "costs", "deployment",

@@ -6,14 +6,14 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedllm.common.console import say, say_all, stage, warn
 from fedllm.common.errors import UserError
 from fedllm.common.files import replace_text, sync
-from fedllm.config.recipe import Recipe
+from fedllm.config.recipe import CHOSEN_KEYS, Recipe
 from fedllm.experiment.build import ReadCache
 from fedllm.experiment.checkpoints import Checkpoints, Snapshot
 from fedllm.experiment.job import Job
@@ -94,7 +94,7 @@ def open_session(
     if facts is not None:
         check_data(job, facts, folder, moved)
     say_all(job.notes, job.warnings)
-    executor.on_first(lambda: _describe(job, folder))
+    executor.on_first(lambda: _describe(job, recipe, folder))
     files = executor.share_folder(_empty_folder(folder / CLIENTS, executor))
     if facts is None:
         session = _begin(job, folder, executor, files)
@@ -120,8 +120,11 @@ def _known(snapshot: Snapshot | None, checkpoints: Checkpoints, folder: Path) ->
     return None
 
 
-def _describe(job: Job, folder: Path) -> None:
+def _describe(job: Job, given: Recipe, folder: Path) -> None:
     """Writes partition.json, and then recipe.yaml, the resolved recipe: check_folder reads both.
+
+    Of `given` it keeps CHOSEN_KEYS, so that a run that was interrupted has the recipe of one that was not. The run's
+    own choice is in its checkpoints.
 
     result.json goes first, where a finished run goes on: without it the folder is that of an unfinished run, whichever
     of the two recipes it holds.
@@ -130,7 +133,8 @@ def _describe(job: Job, folder: Path) -> None:
         (folder / "result.json").unlink()
         sync(folder)
     replace_text(folder / "partition.json", json.dumps(partition_summary(job)) + "\n")
-    replace_text(folder / "recipe.yaml", job.recipe.yaml())
+    asked = {key: getattr(given.run, key) for key in CHOSEN_KEYS}
+    replace_text(folder / "recipe.yaml", replace(job.recipe, run=replace(job.recipe.run, **asked)).yaml())
 
 
 def _empty_folder(folder: Path, executor: Executor) -> Path:

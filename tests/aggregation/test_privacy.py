@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedllm import Problem, QuadraticProblem, load_algorithm, simulate
 from fedllm.aggregation.accounting import full_epsilon
+from fedllm.aggregation.clipping import Clip
 from fedllm.aggregation.compression import SCALE
 from fedllm.aggregation.pipeline import Pipeline
 from fedllm.aggregation.privacy import from_system, noise_length
@@ -278,3 +279,11 @@ def test_simulate_wants_the_noise_itself() -> None:
             load_algorithm("fedcm"), Still(3), rounds=1, local_steps=1, uploads=UploadsSettings(clip=1.0),
             privacy=PrivacySettings(epsilon=8.0, delta=1e-4),
         )  # fmt: skip
+
+
+def test_the_norm_of_a_long_vector_is_exact() -> None:
+    rows = torch.randn(1, 10_000_000, generator=torch.Generator().manual_seed(0))
+    uploads = Uploads({"d": rows}, {})
+    Clip({"d": 2.0}).receive(uploads, Declared({"d": rows.shape[1]}, {}, rows.dtype), 1)
+    norm = float(torch.linalg.vector_norm(uploads.sent["d"], dtype=torch.float64))
+    assert abs(norm - 2.0) <= 2e-6

@@ -62,6 +62,7 @@ def test_a_finished_run_gets_more_rounds_and_the_bits_of_a_run_of_that_length(
     assert scores(longer) == scores(three)
     assert (longer.result["rounds"], longer.result["final"]) == (3, three.result["final"])
     assert load_run(folder).finished
+    assert load_run(folder).key == load_run(three.folder).key, "reports average them as seeds of one run"
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["federation"]["rounds"] == 3
 
 
