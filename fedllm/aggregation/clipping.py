@@ -40,4 +40,5 @@ class Clip:
 
 def _lengths(rows: Tensor) -> Tensor:
     """The L2 norms [C, 1] of rows [C, n], in float64: a sum of 10^7 squares in float32 may be too small by 6e-4."""
-    return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+    return lengths
