@@ -118,8 +118,8 @@ class RealSites:
         for key, value in ends_early.items() if job.problem.personal is not None else ():
             if value:
                 raise UserError(
-                    f"eval.{key}: found {value}, but with deployment.keep_local sites write their models after the "
-                    "last round, which they must know; set federation.rounds instead"
+                    f"eval.{key}: found {str(value).lower()}, but with deployment.keep_local sites write their models "
+                    "after the last round, which they must know; set federation.rounds instead"
                 )
         return job
 

@@ -38,7 +38,8 @@ MOST_MIB = 300
 
 @pytest.fixture
 def told(tiny: Path) -> Announcement:
-    sections = load_recipe(tiny / "recipe.yaml", OVERRIDES).sections()
+    found = load_recipe(tiny / "recipe.yaml", OVERRIDES).sections()
+    sections = {name: keys or None for name, keys in found.items()}  # as the server announces it
     return Announcement(RUN, 1, 3, sections, ("0", "1"), version("fedllm"))
 
 
