@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from fedllm.aggregation.privacy import noise_length
 from fedllm.aggregation.privacy_checks import require_bounded
 from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.algorithms.base import lengths
-from fedllm.common.console import stage
+from fedllm.common.console import ProgressCallback, stage
 from fedllm.common.errors import UserError
 from fedllm.config.recipe import Recipe
 
@@ -60,20 +60,43 @@ def settle(recipe: Recipe, clients: int) -> Recipe:
     if (privacy := client_level(recipe)) is None:
         return recipe
     rate, rounds = _rate(recipe, clients), recipe.federation.rounds
+    return settled(
+        recipe,
+        privacy,
+        lambda epsilon, delta, progress: noise_for(epsilon, delta, rate, rounds, progress),
+        lambda noise, epsilon: SampledGaussian(noise, rate).delta(rounds, epsilon),
+        f"{1 / clients**1.1:.1e}",
+        at_once=rate < 1,
+    )
+
+
+def settled(
+    recipe: Recipe,
+    privacy: PrivacySettings,
+    find_noise: Callable[[float, float, ProgressCallback], float],
+    find_delta: Callable[[float, float], float],
+    example: str,
+    *,
+    at_once: bool = False,
+) -> Recipe:
+    """The recipe with the noise, or the delta, that follows from what `privacy` gives; for both levels.
+
+    find_noise(epsilon, delta, progress), find_delta(noise, epsilon): of the whole run. example: a delta to take, for an
+    error. at_once: see console.stage. Raises UserError where no delta follows.
+    """
     if privacy.noise is None:
         assert privacy.epsilon is not None
         assert privacy.delta is not None
-        what = f"privacy: the noise for epsilon {privacy.epsilon:g}"
-        with stage(what, at_once=rate < 1) as progress:
-            noise = noise_for(privacy.epsilon, privacy.delta, rate, rounds, progress)
+        with stage(f"privacy: the noise for epsilon {privacy.epsilon:g}", at_once=at_once) as progress:
+            noise = find_noise(privacy.epsilon, privacy.delta, progress)
         return replace(recipe, privacy=replace(privacy, noise=noise))
     if privacy.delta is None:
         assert privacy.epsilon is not None
-        delta = SampledGaussian(privacy.noise, rate).delta(rounds, privacy.epsilon)
+        delta = find_delta(privacy.noise, privacy.epsilon)
         if not 0 < delta < 1:
             raise UserError(
                 f"privacy.epsilon: found {privacy.epsilon:g} with noise={privacy.noise:g}, for which delta would be "
-                f"{delta:g} after {rounds} rounds; give delta instead of epsilon, such as {1 / clients**1.1:.1e}"
+                f"{delta:g} after {recipe.federation.rounds} rounds; give delta instead of epsilon, such as {example}"
             )
         return replace(recipe, privacy=replace(privacy, delta=delta))
     return recipe
@@ -127,7 +150,6 @@ def privacy_result(job: Job, rounds: int) -> dict[str, Any]:
     recipe, clients = job.recipe, job.info.num_clients
     if (privacy := client_level(recipe)) is None:
         return {}
-    seeded = "train" not in job.dataset.stand_ins
     found = {
         "level": privacy.level,
         "epsilon": spent(recipe, clients, rounds),
@@ -136,12 +158,23 @@ def privacy_result(job: Job, rounds: int) -> dict[str, Any]:
         "sampling": recipe.federation.sampling,
         "neighbours": "add or remove one client",
         "accountant": _accountant(privacy, _rate(recipe, clients)),
-        "budget": privacy.budget,
-        "ended_by_budget": job.last_round < job.info.total and rounds >= job.last_round,
-        "covers": COVERS,
-        "does_not_cover": [*_OPEN, *([_SEEDED] if seeded else [])],
+        **bounds(job, rounds, privacy, COVERS, _OPEN, _SEEDED),
     }
     return {"privacy": found}
+
+
+def bounds(
+    job: Job, rounds: int, privacy: PrivacySettings, covers: str, uncovered: Sequence[str], seeded: str
+) -> dict[str, Any]:
+    """The end of the entry `privacy`, for both levels. seeded: what a simulation, whose noise is seeded, does not cover
+    either."""
+    simulated = "train" not in job.dataset.stand_ins
+    return {
+        "budget": privacy.budget,
+        "ended_by_budget": job.last_round < job.info.total and rounds >= job.last_round,
+        "covers": covers,
+        "does_not_cover": [*uncovered, *([seeded] if simulated else [])],
+    }
 
 
 def privacy_rows(job: Job) -> dict[str, str]:
@@ -153,15 +186,21 @@ def privacy_rows(job: Job) -> dict[str, str]:
     last, rate = job.last_round, _rate(recipe, info.num_clients)
     epsilon = spent(recipe, info.num_clients, last)
     shown = "no guarantee" if epsilon is None else f"epsilon {epsilon:.4g} at delta {privacy.delta:.3g}"
-    rows = {
+    return {
         "privacy": f"of a client: {shown} after {last} rounds; noise {privacy.noise:.4g}, neighbours: add or "
         f"remove one client, accountant: {_accountant(privacy, rate)}",
         "sampling": _sampling(recipe, info.num_clients, last),
         "noise in the means": "; ".join(_lengths(job, privacy.noise)),
+        **budget_row(job, privacy),
     }
-    if privacy.budget is not None and last < info.total:
-        rows["privacy budget"] = f"epsilon {privacy.budget:g}: the run ends after round {last} of {info.total}"
-    return rows
+
+
+def budget_row(job: Job, privacy: PrivacySettings) -> dict[str, str]:
+    """The plan's row of a budget that ends the run, for both levels."""
+    if privacy.budget is None or job.last_round == job.info.total:
+        return {}
+    ends = f"the run ends after round {job.last_round} of {job.info.total}"
+    return {"privacy budget": f"epsilon {privacy.budget:g}: {ends}"}
 
 
 def _accountant(privacy: PrivacySettings, rate: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,10 +10,10 @@ import numpy as np
 from fedllm.aggregation import sample_accounting
 from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.aggregation.sample_accounting import Spent, Steps
-from fedllm.common.console import stage
 from fedllm.common.errors import UserError
 from fedllm.config.recipe import Recipe
 from fedllm.data.poisson_batches import PoissonBatches
+from fedllm.experiment.privacy import settled
 from fedllm.federation.sampling import sample
 from fedllm.problems.base import Problem
 from fedllm.problems.private import PrivateProblem, seeded_noise, system_noise
@@ -75,22 +74,13 @@ def settle_samples_privacy(recipe: Recipe, parts: Sequence[np.ndarray]) -> Recip
     if (privacy := sample_level(recipe)) is None or not all(map(len, parts)):
         return recipe
     done = steps_after(recipe, [len(part) for part in parts], recipe.federation.rounds)
-    if privacy.noise is None:
-        assert privacy.epsilon is not None
-        assert privacy.delta is not None
-        with stage(f"privacy: the noise for epsilon {privacy.epsilon:g}") as progress:
-            noise = sample_accounting.noise_for_all(privacy.epsilon, privacy.delta, done, progress)
-        return replace(recipe, privacy=replace(privacy, noise=noise))
-    if privacy.delta is None:
-        assert privacy.epsilon is not None
-        delta = sample_accounting.largest_delta(privacy.noise, privacy.epsilon, done)
-        if not 0 < delta < 1:
-            raise UserError(
-                f"privacy.epsilon: found {privacy.epsilon:g} with noise={privacy.noise:g}, for which delta would be "
-                f"{delta:g} after {recipe.federation.rounds} rounds; give delta instead of epsilon, such as 1.0e-5"
-            )
-        return replace(recipe, privacy=replace(privacy, delta=delta))
-    return recipe
+    return settled(
+        recipe,
+        privacy,
+        lambda epsilon, delta, progress: sample_accounting.noise_for_all(epsilon, delta, done, progress),
+        lambda noise, epsilon: sample_accounting.largest_delta(noise, epsilon, done),
+        "1.0e-5",
+    )
 
 
 def spent(recipe: Recipe, sizes: Sequence[int], rounds: int) -> Spent | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedllm.aggregation.accounting import CLOSED_FORM, accountant
 from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.config.recipe import Recipe
+from fedllm.experiment.privacy import bounds, budget_row
 from fedllm.experiment.sample_privacy import epsilon_entries, sample_level, spent
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ def sample_result(job: Job, rounds: int) -> dict[str, Any]:
     """The entry `privacy` of result.json after these rounds; {} without sample-level privacy."""
     if (privacy := sample_level(job.recipe)) is None:
         return {}
-    seeded = "train" not in job.dataset.stand_ins
     found = {
         "level": privacy.level,
         **epsilon_entries(job, rounds),
@@ -60,10 +60,7 @@ def sample_result(job: Job, rounds: int) -> dict[str, Any]:
         "does not count",
         "neighbours": "add or remove one sample of one client",
         "accountant": _accountant(job, privacy),
-        "budget": privacy.budget,
-        "ended_by_budget": job.last_round < job.info.total and rounds >= job.last_round,
-        "covers": COVERS,
-        "does_not_cover": [*_OPEN, *([_SEEDED] if seeded else [])],
+        **bounds(job, rounds, privacy, COVERS, _OPEN, _SEEDED),
     }
     return {"privacy": found}
 
@@ -85,16 +82,14 @@ def sample_rows(job: Job) -> dict[str, str]:
     else:
         shown = "no guarantee"
     length = privacy.noise * privacy.clip * math.sqrt(job.problem.dim) / recipe.local.batch_size
-    rows = {
+    return {
         "privacy": f"of each sample: {shown}; noise {privacy.noise:.4g}, clip {privacy.clip:g}, neighbours: add or "
         f"remove one sample of one client, accountant: {_accountant(job, privacy)}",
         "batches": _batches(sizes, recipe.local.batch_size),
         "noise in a gradient": f"{length:.3g}, {length / privacy.clip:.2g} times the clip, which no gradient's length "
         "without it exceeds",
+        **budget_row(job, privacy),
     }
-    if privacy.budget is not None and last < job.info.total:
-        rows["privacy budget"] = f"epsilon {privacy.budget:g}: the run ends after round {last} of {job.info.total}"
-    return rows
 
 
 def _batches(sizes: Sequence[int], batch_size: int) -> str:
