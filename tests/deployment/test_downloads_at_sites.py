@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from small_clients import STEPS, K, Point, quadratic, slope
+from small_clients import Federation, Point, quadratic, quadratic_batches, quadratic_federation, slope
 
 from fedllm import load_algorithm
 from fedllm.aggregation.pipeline import Pipeline
 from fedllm.aggregation.settings import EXACT, DownloadsSettings
 from fedllm.client import Broadcast, Client
 from fedllm.common.errors import UserError
-from fedllm.federation.info import round_info
 from fedllm.federation.rounds import run_round, start
 from fedllm.federation.setup import Setup
-from fedllm.server import Server
 
 HALF, ROUNDS = DownloadsSettings("bfloat16"), 4
 
 
-def federation(name: str, downloads: DownloadsSettings) -> tuple[Any, Any, Server, list[Client]]:
-    problem, alg = quadratic(), load_algorithm(name, weights="uniform")
-    number = problem.num_clients
-    info = round_info(alg, problem, rounds=ROUNDS, sampled=number, tracked=None, local_steps=K)
-    server = Server(alg, problem.initial(), info, downloads=downloads)
-    clients = [Client(Point(problem.initial()), alg, info, downloads=downloads, number=c) for c in range(number)]
-    return alg, info, server, clients
-
-
-def batches(client: int, round: int) -> list[Any]:
-    return [(quadratic(), client, round, k) for k in range(STEPS[client])]
+def federation(name: str, downloads: DownloadsSettings) -> Federation:
+    return quadratic_federation(load_algorithm(name, weights="uniform"), ROUNDS, downloads=downloads)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fadamgc", "fedadamw", "feddyn"])
@@ -47,7 +34,7 @@ def test_sites_compute_what_a_simulation_computes(name: str) -> None:
             broadcast = Broadcast.from_bytes(server.broadcast(c).to_bytes())
             assert broadcast.x.dtype == torch.bfloat16
             travelled += sum(value.nbytes for value in (broadcast.x, *broadcast.server.values()))
-            assert server.add(client.fit(broadcast, batches(c, t), slope), client=c) is None
+            assert server.add(client.fit(broadcast, quadratic_batches(c, t), slope), client=c) is None
         server.aggregate()
         assert travelled == report.bytes_down == other.bytes_down // 4, "2 bytes in the place of float64's 8"
         assert report.bytes_up == other.bytes_up
@@ -73,9 +60,9 @@ def test_a_client_that_reads_another_format_is_told_so() -> None:
     _, info, server, clients = federation("fadamgc", HALF)
     other = Client(Point(quadratic().initial()), clients[0].algorithm, info)
     with pytest.raises(UserError, match=r"downloads.bits: found 'bfloat16', expected 'float32'"):
-        other.fit(server.broadcast(0), batches(0, 0), slope)
+        other.fit(server.broadcast(0), quadratic_batches(0, 0), slope)
     _, _, exact, _ = federation("fadamgc", EXACT)
     broadcast = exact.broadcast(0)
     unnamed = Broadcast(broadcast.round, broadcast.x, broadcast.server)
     with pytest.raises(UserError, match=r"tensor 'x': found \[6\] torch.float64, expected \[6\] torch.bfloat16"):
-        clients[0].fit(unnamed, batches(0, 0), slope)
+        clients[0].fit(unnamed, quadratic_batches(0, 0), slope)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_clients import STEPS, K, Point, quadratic, slope
+from small_clients import K, Point, quadratic, quadratic_batches, slope
 
 from fedllm import load_algorithm
 from fedllm.aggregation.privacy_settings import PrivacySettings
@@ -33,7 +33,7 @@ def client_of(server: Server, privacy: PrivacySettings | None = None) -> Client:
 
 
 def fit(server: Server, client: Client, number: int) -> Any:
-    return client.fit(server.broadcast(number), [(quadratic(), number, 0, k) for k in range(STEPS[number])], slope)
+    return client.fit(server.broadcast(number), quadratic_batches(number, 0), slope)
 
 
 def test_two_servers_draw_different_noise_and_without_noise_they_agree() -> None:

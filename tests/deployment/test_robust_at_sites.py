@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
-from small_clients import STEPS, K, Point, quadratic, slope
+from small_clients import Federation, K, quadratic, quadratic_batches, quadratic_federation, slope
 
 from fedllm import load_algorithm
 from fedllm.aggregation.pipeline import Pipeline
@@ -17,10 +16,8 @@ from fedllm.common.errors import RunError, UserError
 from fedllm.deployment.asking import Heard
 from fedllm.deployment.rounds import deployed_round
 from fedllm.deployment.site_messages import TrainAnswer, TrainOrder
-from fedllm.federation.info import round_info
 from fedllm.federation.rounds import run_round, start
 from fedllm.federation.setup import Setup
-from fedllm.server import Server
 
 RUN, ROUNDS, LIAR = "0" * 32, 4, 3
 RULES = [
@@ -32,16 +29,8 @@ RULES = [
 ]
 
 
-def federation(name: str, robust: RobustSettings) -> tuple[Any, Any, Server, list[Client]]:
-    problem, alg = quadratic(), load_algorithm(name, weights="uniform")
-    number = problem.num_clients
-    info = round_info(alg, problem, rounds=ROUNDS, sampled=number, tracked=None, local_steps=K)
-    server = Server(alg, problem.initial(), info, robust=robust)
-    return alg, info, server, [Client(Point(problem.initial()), alg, info, number=c) for c in range(number)]
-
-
-def batches(client: int, round: int) -> list[Any]:
-    return [(quadratic(), client, round, k) for k in range(STEPS[client])]
+def federation(name: str, robust: RobustSettings) -> Federation:
+    return quadratic_federation(load_algorithm(name, weights="uniform"), ROUNDS, robust)
 
 
 def lie(upload: Upload) -> Upload:
@@ -57,7 +46,7 @@ def test_sites_compute_what_a_simulation_computes(robust: RobustSettings) -> Non
     other = federation("localadamw", robust)[2]
     for t in range(ROUNDS):
         report = run_round(setup, state, everyone, everyone)
-        uploads = [client.fit(server.broadcast(c), batches(c, t), slope) for c, client in enumerate(clients)]
+        uploads = [client.fit(server.broadcast(c), quadratic_batches(c, t), slope) for c, client in enumerate(clients)]
         for place in range(info.num_clients):
             assert server.add(uploads[place], client=place) is None
             back = (place + t + 1) % info.num_clients
@@ -85,7 +74,7 @@ class Sites:
         heard = Heard()
         for site in sites:
             broadcast = TrainOrder.from_bytes(order(site)).broadcast
-            upload = self.clients[site].fit(broadcast, batches(site, broadcast.round), slope)
+            upload = self.clients[site].fit(broadcast, quadratic_batches(site, broadcast.round), slope)
             answer = TrainAnswer(lie(upload) if site == LIAR else upload, float(site), 0.1)
             why = take(site, answer.to_bytes())
             assert why is None
@@ -113,11 +102,11 @@ def test_a_site_that_is_left_out_goes_back(robust: RobustSettings) -> None:
 def test_too_few_uploads_for_the_rule_leave_the_round_open() -> None:
     _, _, server, clients = federation("localadamw", RobustSettings("multi_krum", 1))
     for c in range(4):
-        server.add(clients[c].fit(server.broadcast(c), batches(c, 0), slope), client=c)
+        server.add(clients[c].fit(server.broadcast(c), quadratic_batches(c, 0), slope), client=c)
     assert server.fewest == 5
     with pytest.raises(RunError, match=r"round 1: 4 accepted uploads, robust.rule=multi_krum .* needs 5"):
         server.aggregate()
-    server.add(clients[4].fit(server.broadcast(4), batches(4, 0), slope), client=4)
+    server.add(clients[4].fit(server.broadcast(4), quadratic_batches(4, 0), slope), client=4)
     server.aggregate()
     assert server.round == 1
 

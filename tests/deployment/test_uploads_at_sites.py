@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_clients import STEPS, K, Point, quadratic, slope
+from small_clients import Federation, K, Point, quadratic, quadratic_batches, quadratic_federation, slope
 from torch import Tensor
 
 from fedllm import load_algorithm
@@ -17,10 +17,8 @@ from fedllm.aggregation.pipeline import Pipeline
 from fedllm.aggregation.settings import UploadsSettings
 from fedllm.client import Broadcast, Client, Upload
 from fedllm.common.errors import UserError
-from fedllm.federation.info import round_info
 from fedllm.federation.rounds import run_round, start
 from fedllm.federation.setup import Setup
-from fedllm.server import Server
 
 ALL = [
     UploadsSettings(clip=0.05),
@@ -35,17 +33,8 @@ def named(settings: UploadsSettings) -> str:
     return f"{settings.bits}{'' if settings.clip is None else '-clipped'}"
 
 
-def federation(name: str, uploads: UploadsSettings) -> tuple[Any, Any, Server, list[Client]]:
-    problem, alg = quadratic(), load_algorithm(name)
-    number = problem.num_clients
-    info = round_info(alg, problem, rounds=ROUNDS, sampled=number, tracked=None, local_steps=K)
-    server = Server(alg, problem.initial(), info, uploads=uploads)
-    clients = [Client(Point(problem.initial()), alg, info, uploads=uploads, number=c) for c in range(number)]
-    return alg, info, server, clients
-
-
-def batches(client: int, round: int) -> list[Any]:
-    return [(quadratic(), client, round, k) for k in range(STEPS[client])]
+def federation(name: str, uploads: UploadsSettings) -> Federation:
+    return quadratic_federation(load_algorithm(name), ROUNDS, uploads=uploads)
 
 
 @pytest.mark.parametrize("uploads", ALL, ids=named)
@@ -60,7 +49,7 @@ def test_sites_compute_what_a_simulation_computes(name: str, uploads: UploadsSet
         travelled = 0
         for c, client in enumerate(clients):
             broadcast = Broadcast.from_bytes(server.broadcast(c).to_bytes())
-            upload = Upload.from_bytes(client.fit(broadcast, batches(c, t), slope).to_bytes())
+            upload = Upload.from_bytes(client.fit(broadcast, quadratic_batches(c, t), slope).to_bytes())
             travelled += sum(value.nbytes for value in upload.tensors.values())
             assert server.add(upload, client=c) is None
         server.aggregate()
@@ -77,7 +66,7 @@ def test_a_lost_upload_takes_what_was_kept_with_it() -> None:
     draw = random.Random(0)
     for t in range(ROUNDS):
         for c, client in enumerate(clients):
-            upload = client.fit(server.broadcast(c), batches(c, t), slope)
+            upload = client.fit(server.broadcast(c), quadratic_batches(c, t), slope)
             if c == 0 or draw.random() > 0.3:  # else it is lost on the way
                 assert server.add(upload, client=c) is None
         server.aggregate()
@@ -114,13 +103,13 @@ def test_a_client_that_clips_otherwise_is_told_so() -> None:
     ):
         other = Client(Point(quadratic().initial()), clients[0].algorithm, info, uploads=uploads)
         with pytest.raises(UserError, match=message):
-            other.fit(server.broadcast(0), batches(0, 0), slope)
+            other.fit(server.broadcast(0), quadratic_batches(0, 0), slope)
 
 
 @pytest.mark.parametrize("bits", ["bfloat16", "int8", "int4"])
 def test_tensors_of_another_format_are_rejected(bits: Any) -> None:
     _, _, server, clients = federation("fadamgc", UploadsSettings(bits=bits))
-    upload = clients[0].fit(server.broadcast(0), batches(0, 0), slope)
+    upload = clients[0].fit(server.broadcast(0), quadratic_batches(0, 0), slope)
     broken = {
         "float32": {"d": torch.zeros(1, len(server.x)), "y": torch.zeros(1, len(server.x))},
         "without a scale": {name: value for name, value in upload.items() if "scale" not in name and name != "y"},
@@ -138,7 +127,7 @@ def test_tensors_of_another_format_are_rejected(bits: Any) -> None:
 
 def test_mutated_encoded_uploads_raise_nothing() -> None:
     _, _, server, clients = federation("fadamgc", UploadsSettings(bits="int4", clip=1.0))
-    whole = clients[0].fit(server.broadcast(0), batches(0, 0), slope).to_bytes()
+    whole = clients[0].fit(server.broadcast(0), quadratic_batches(0, 0), slope).to_bytes()
     draw, refused = random.Random(0), 0
     for _ in range(2000):
         data = bytearray(whole)
@@ -154,10 +143,10 @@ def test_a_saved_client_goes_on(tmp_path: Path) -> None:
     alg, info, server, clients = federation("fadamgc", uploads)
     for t in range(2):
         for c, client in enumerate(clients):
-            assert server.add(client.fit(server.broadcast(c), batches(c, t), slope), client=c) is None
+            assert server.add(client.fit(server.broadcast(c), quadratic_batches(c, t), slope), client=c) is None
         server.aggregate()
     clients[0].save(tmp_path / "c.safetensors")
     again = Client(Point(quadratic().initial()), alg, info, uploads=uploads, number=0)
     again.load(tmp_path / "c.safetensors")
-    one, other = (c.fit(server.broadcast(0), batches(0, 2), slope) for c in (clients[0], again))
+    one, other = (c.fit(server.broadcast(0), quadratic_batches(0, 2), slope) for c in (clients[0], again))
     assert one.receipt == other.receipt

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from fedllm import QuadraticProblem, load_algorithm
+from fedllm.aggregation.settings import MEAN, RobustSettings
 from fedllm.algorithms import Algorithm
 from fedllm.algorithms.base import RoundInfo
 from fedllm.blocks import BlockPartition
 from fedllm.blocks.layout import whole
 from fedllm.client import Client, model_info
+from fedllm.federation.info import round_info
+from fedllm.server import Server
 
 DIM, K, ROUNDS = 4, 3, 5
 SIZES, STEPS = [3, 1, 4, 1, 5], [3, 1, 2, 3, 2]
@@ -62,3 +65,20 @@ def quadratic() -> QuadraticProblem:
     base = QuadraticProblem.random(5, 6, seed=4, spread=2.0)
     x0 = torch.linspace(-1, 1, 6).double()
     return QuadraticProblem(base.H, base.a, x0=x0, noise=0.3, local_steps=STEPS, sizes=SIZES, blocks=BLOCKS)
+
+
+Federation = tuple[Algorithm, RoundInfo, Server, list[Client]]
+
+
+def quadratic_federation(alg: Algorithm, rounds: int, robust: RobustSettings = MEAN, **shared: Any) -> Federation:
+    """A server and the clients of `quadratic`. robust: the server's; shared: settings that all of them have."""
+    problem = quadratic()
+    number = problem.num_clients
+    info = round_info(alg, problem, rounds=rounds, sampled=number, tracked=None, local_steps=K)
+    server = Server(alg, problem.initial(), info, robust=robust, **shared)
+    return alg, info, server, [Client(Point(problem.initial()), alg, info, number=c, **shared) for c in range(number)]
+
+
+def quadratic_batches(client: int, round: int) -> list[Any]:
+    """What `slope` reads in the steps of a client of `quadratic`."""
+    return [(quadratic(), client, round, k) for k in range(STEPS[client])]
