@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from benchmarks.scaling import page as scaling
+from docs import equations
 from docs.architecture import PICTURE, picture, read_rooms
 from fedllm.cli import algorithm_docs
 from fedllm.cli.commands import _EXIT_CODES, _parser
@@ -36,7 +37,7 @@ def pages() -> dict[Path, str]:
     """Every generated page and its text."""
     made = {
         "recipe_keys": recipe_keys(),
-        "algorithms": algorithm_docs.markdown(),
+        "algorithms": equations.rendered(algorithm_docs.markdown()),
         "cli": commands(),
         "api": api(),
     }
