@@ -1,7 +1,7 @@
 """The equations of algorithms' docstrings, written for a terminal, as LaTeX in Markdown.
 
 The notation is that of fedllm/algorithms: `x_i -= eta (g + lambda x_i)`. A docstring's lines that begin with blanks are
-equations, the others are sentences with symbols in them. Both ```math blocks and $`...`$ are what code hosts render too.
+equations, the others are sentences with symbols in them. Code hosts render ```math blocks and $`...`$, too.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ FRACTION = r"\\frac\{(\w+)\}\{(\w+)\}"
 FUNCTIONS = {"sqrt", "max", "min", "sign", "expand"}
 LETTERS = "abcdghiklmnstuvxyzDGKNST"
 _NAME = rf"(?:{'|'.join(NAMES)}|[{LETTERS}])(?:_(?:total|[a-z]))?'?(?![\w'])"
-_TOKEN = re.compile(rf"\s*(\.\.|\|\||sum_\{{[^}}]*\}}|sum_[a-z]|mean_[a-z]|sqrt|max|min|sign|expand|{_NAME}|\d+|[-+=/^(),])")
+_TOKEN = re.compile(
+    rf"\s*(\.\.|\|\||sum_\{{[^}}]*\}}|sum_[a-z]|mean_[a-z]|sqrt|max|min|sign|expand|{_NAME}|\d+|[-+=/^(),])"
+)
 _ATOM = rf"(?:(?:{'|'.join(FUNCTIONS)})\([^()]*\)|{_NAME}|\d+)"
 # In a sentence: a symbol, and what operators and single blanks join to it. `a` is left out: it is also a word.
-_INLINE = re.compile(rf"(?<![\w'`.]){_NAME.replace('[ab', '[b')}(?:(?: ?(?:\.\.|[-+=/^]) ?){_ATOM}| {_NAME.replace('[ab', '[b')})*")
+_INLINE = re.compile(
+    rf"(?<![\w'`.]){_NAME.replace('[ab', '[b')}(?:(?: ?(?:\.\.|[-+=/^]) ?){_ATOM}| {_NAME.replace('[ab', '[b')})*"
+)
 
 
 def rendered(page: str) -> str:
@@ -148,6 +152,8 @@ def _power(tokens: list[str]) -> Parsed:
 
 
 def _atom(tokens: list[str]) -> Parsed:
+    if not tokens:
+        raise ValueError("docs/equations.py: an expression ends too early")
     token, tokens = tokens[0], tokens[1:]
     if token == "(":
         return _parentheses(tokens)
@@ -170,10 +176,10 @@ def _atom(tokens: list[str]) -> Parsed:
 def _parentheses(tokens: list[str]) -> Parsed:
     """After the opening one. A fraction alone, (1/N), needs none."""
     made, tokens = _sum(tokens)
-    while tokens[0] == ",":
+    while tokens[:1] == [","]:
         right, tokens = _sum(tokens[1:])
         made += f", {right}"
-    if tokens[0] != ")":
+    if tokens[:1] != [")"]:
         raise ValueError(f"docs/equations.py: a parenthesis is open at {' '.join(tokens)!r}")
     if re.fullmatch(FRACTION, made):
         return made, tokens[1:]

@@ -37,7 +37,9 @@ def pages() -> dict[Path, str]:
     """Every generated page and its text."""
     made = {
         "recipe_keys": recipe_keys(),
-        "algorithms": equations.rendered(algorithm_docs.markdown()).replace("## Choices\n", f"{notation()}\n## Choices\n"),
+        "algorithms": equations.rendered(algorithm_docs.markdown()).replace(
+            "## Choices\n", f"{notation()}\n## Choices\n"
+        ),
         "cli": commands(),
         "api": api(),
     }
@@ -50,7 +52,8 @@ def notation() -> str:
     """How the sentences of an algorithm's section write the symbols of its equations."""
     names = [name for name in equations.NAMES if name not in ("x0", "floor")]
     pairs = ", ".join(f"{name} is $`{equations.symbol(name)}`$" for name in names)
-    return f"Sentences write the symbols as code does: {pairs}. An arrow assigns: the left side gets the value of the right.\n"
+    arrow = "An arrow assigns: the left side gets the value of the right."
+    return f"Sentences write the symbols as code does: {pairs}. {arrow}\n"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

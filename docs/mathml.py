@@ -1,4 +1,4 @@
-"""A Markdown extension of the docs site: ```math blocks and $`...`$ become MathML, which browsers draw without a script."""
+"""A Markdown extension of the docs site: ```math blocks and $`...`$ become MathML, which needs no script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class Blocks(Preprocessor):
     """```math blocks. It runs before fenced code does (25)."""
 
     def run(self, lines: list[str]) -> list[str]:
-        return re.sub(r"^```math\n(.*?)\n```$", self._drawn, "\n".join(lines), flags=re.DOTALL | re.MULTILINE).split("\n")
+        return re.sub(r"^```math\n(.*?)\n```$", self._drawn, "\n".join(lines), flags=re.DOTALL | re.MULTILINE).split(
+            "\n"
+        )
 
     def _drawn(self, found: re.Match[str]) -> str:
         made = f'<div class="equations">{mathml(found[1], display="block")}</div>'

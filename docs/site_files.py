@@ -1,6 +1,6 @@
 """Hooks of mkdocs.yml: links from docs/ to other files of the repository work on the site too.
 
-A page such as CONTRIBUTING.md becomes a page below repository/, a picture is copied, and any other file is copied as text.
+A page such as CONTRIBUTING.md becomes a page below repository/. A picture is copied. Any other file is copied as text.
 A link to a folder becomes its text alone.
 """
 

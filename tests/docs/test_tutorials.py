@@ -1,4 +1,4 @@
-"""docs/tutorials: each page is followed from top to bottom in an empty folder, with a tiny model in place of its own."""
+"""docs/tutorials: each page is followed from top to bottom in an empty folder, with a tiny model instead of its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def steps(page: str, model: str) -> Iterator[tuple[str, str]]:
 
 
 def follow(page: str, model: str) -> list[str]:
-    """Writes a page's files, whose first line is their name, runs its commands, and returns those that it only shows."""
+    """Writes a page's files, whose first line is their name, runs its commands, returns those that it only shows."""
     shown = []
     for language, text in steps(page, model):
         if language in ("python", "yaml"):
@@ -138,3 +138,16 @@ def test_files_and_recipes_of_the_pages_are_named() -> None:
                 assert re.match(r"# \S+\.(py|yaml)\n", text)
             if language == "yaml":
                 yaml.safe_load(text)
+
+
+@pytest.mark.slow
+def test_client_drift(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/explanation/client_drift.md: its program prints what the page says, to a hundredth."""
+    page = (REPO / "docs" / "explanation" / "client_drift.md").read_text(encoding="utf-8")
+    (program,), (said,) = (
+        re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL) for language in ("python", "text")
+    )
+    exec(compile(program, "page", "exec"), {})
+    shown, expected = (re.findall(r": (\d+\.\d+)", text) for text in (capsys.readouterr().out, said))
+    assert len(expected) == 12
+    assert list(map(float, shown)) == pytest.approx(list(map(float, expected)), abs=0.011)
