@@ -18,7 +18,7 @@ from benchmarks.scaling import page as scaling
 from docs import equations
 from docs.architecture import PICTURE, picture, read_rooms
 from fedllm.cli import algorithm_docs
-from fedllm.cli.commands import _EXIT_CODES, _parser
+from fedllm.cli.commands import _EXIT_CODES, make_parser
 from fedllm.common.schema import describe
 from fedllm.config.recipe import SECTION_TYPES
 
@@ -149,7 +149,7 @@ def exit_codes() -> str:
 
 def subcommands() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
     """Name, help and parser of every command; `federation new` is one, `federation` is not."""
-    yield from _below(_parser(), "")
+    yield from _below(make_parser(), "")
 
 
 def _below(parser: argparse.ArgumentParser, above: str) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:

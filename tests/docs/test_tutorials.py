@@ -15,7 +15,7 @@ from causal_checkpoints import save_causal
 from federations import ThreadLink
 from repository import REPO
 
-from fedllm.cli.commands import _parser, main
+from fedllm.cli.commands import main, make_parser
 from fedllm.config.recipe import load_recipe
 from fedllm.deployment.site_settings import load_site
 from fedllm.experiment.serve import serve
@@ -51,7 +51,7 @@ def follow(page: str, model: str) -> list[str]:
             for command in text.splitlines():
                 run_command(command)
         elif language == "shown":
-            _parser().parse_args(shlex.split(text)[1:])
+            make_parser().parse_args(shlex.split(text)[1:])
             shown.append(text)
     return shown
 
@@ -63,7 +63,7 @@ def run_command(command: str) -> None:
         return
     assert program == "fedllm"
     if words[0] == "report" or words[:2] == ["predict", "runs/hospitals"]:  # drawn already, or not trained yet
-        _parser().parse_args(words)
+        make_parser().parse_args(words)
         return
     assert main(words) == 0, command
 
