@@ -57,7 +57,7 @@ class EvalSettings:
 
     every: int = setting(1, "rounds between evaluations; the last round is always evaluated")
     target: dict[str, float] | None = setting(
-        None, "metric: value to reach, for rounds-to-target; a loss is reached from above"
+        None, "metric: value to reach, for rounds-to-target; a loss has to fall to it"
     )
     stop_at_target: bool = setting(False, "end the run when the target is reached")
     metric: str | None = setting(
@@ -68,7 +68,7 @@ class EvalSettings:
     )
     keep_best: bool = setting(False, "also keep the checkpoint of the best evaluated round, for `fedllm export --best`")
     start: bool = setting(False, "at the end, also evaluate the model as it was before round 1")
-    by: str | None = setting(None, "column of the validation split; the scores of each of its values at the end")
+    by: str | None = setting(None, "column of the validation split; at the end, scores for each of its values")
     samples: int = setting(0, "validation prompts that a language model answers at the end, before and after training")
     new_tokens: int = setting(48, "tokens of such an answer at most")
 
@@ -139,7 +139,7 @@ class CostsSettings:
 
 @dataclass(frozen=True)
 class DeploymentSettings:
-    """Real sites, of `fedllm serve`. A simulation ignores them, but for keep_local."""
+    """Real sites, of `fedllm serve`. A simulation ignores all of them but keep_local."""
 
     sites: int | None = setting(
         None, "number of sites N that may ever take part; null = partition.clients, of scheme by_column"
