@@ -96,6 +96,10 @@ class Task(ABC):
     def evaluate(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """The mean loss, named LOSS, and then `metric_names` of n samples: outputs [n, L], targets [n], on the CPU."""
 
+    def evaluate_parts(self, outputs: Tensor, targets: Tensor, parts: Sequence[np.ndarray]) -> list[dict[str, float]]:
+        """What `evaluate` gives for each of several parts of the n samples, as indices."""
+        return [self.evaluate(outputs[part], targets[part]) for part in parts]
+
     def choose(self, outputs: Tensor, options: Options) -> dict[str, float]:
         """The scores of multiple-choice questions, by the outputs [n, L] of their n options."""
         return {}

@@ -47,6 +47,12 @@ class Classification(Task):
         loss = float(F.cross_entropy(outputs, targets))
         return {LOSS: loss, **_scores(self._metric, predicted_classes(outputs), targets)}
 
+    def evaluate_parts(self, outputs: Tensor, targets: Tensor, parts: Sequence[np.ndarray]) -> list[Scores]:
+        """The metric's own function gives the same numbers as TaskMetric, without its 15 ms for each part."""
+        predicted, labels, score = predicted_classes(outputs), targets.cpu().numpy(), METRICS[self._metric][1]
+        losses = F.cross_entropy(outputs, targets, reduction="none")
+        return [{LOSS: float(losses[part].mean()), **score(predicted[part], labels[part])} for part in parts]
+
     def predictions(self, outputs: Tensor) -> list[Any]:
         return [None if index == NO_ANSWER else self.classes[index] for index in predicted_classes(outputs)]
 
