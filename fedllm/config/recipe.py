@@ -189,6 +189,7 @@ _LATER_KEYS = {
     ("eval", "start"): False,
     ("eval", "per_client"): None,
     ("eval", "by"): None,
+    ("eval", "by_class"): False,
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
     ("deployment", "keep_local"): None,

@@ -97,6 +97,9 @@ class EvalSettings:
         "best tenth of the clients' scores; null = none",
     )
     by: str | None = setting(None, "column of the validation split; the scores of each of its values at the end")
+    by_class: bool = setting(
+        False, "recall, precision and AUROC of each class, and the confusion matrix, on the validation split at the end"
+    )
     samples: int = setting(0, "validation prompts that a language model answers at the end, before and after training")
     new_tokens: int = setting(48, "tokens of such an answer at most")
 

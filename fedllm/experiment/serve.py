@@ -210,7 +210,6 @@ class RealSites:
 
 def _require_no_validation(recipe: Recipe) -> None:
     """Raises UserError for what only a validation split at the server can give."""
-    settings = recipe.eval
-    for key, wanted in (("start", settings.start), ("by", settings.by), ("samples", settings.samples)):
-        if wanted:
+    for key in ("start", "by", "by_class", "samples"):
+        if wanted := getattr(recipe.eval, key):
             raise UserError(f"eval.{key}: found {wanted}, but the server has no validation split; leave it out")

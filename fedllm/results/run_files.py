@@ -120,6 +120,19 @@ class ByValue(TypedDict):
     values: dict[str, OfValue]
 
 
+class OfClasses(TypedDict):
+    """The scores of each class on the validation split, see tasks.class_scores.ClassScores."""
+
+    names: list[str]
+    samples: list[Count]
+    recall: list[Number | None]
+    precision: list[Number | None]
+    auroc: list[Number | None]
+    balanced_accuracy: Number | None
+    macro_auroc: Number | None
+    confusion: list[list[Count]]
+
+
 class ClientScores(TypedDict):
     """client_scores.json. round: the last evaluated one."""
 
@@ -161,6 +174,7 @@ class Result(TypedDict):
     client_memory_bytes: NotRequired[Any]
     start: NotRequired[Annotated[dict[str, Number | None], Field(description="a number for each metric")]]
     by: NotRequired[Annotated[ByValue, Field(description="a column and the scores of its values")]]
+    by_class: NotRequired[Annotated[OfClasses, Field(description="the scores of each class")]]
 
 
 class Clients(TypedDict):

@@ -15,6 +15,7 @@ from fedllm.data.loading import Split
 from fedllm.data.tokenization import Tokens, tokenize
 from fedllm.tasks.base import LOSS, Task
 from fedllm.tasks.class_loss import ClassLoss
+from fedllm.tasks.class_scores import ClassScores, class_scores
 from fedllm.tasks.heads import sequence_head
 from fedllm.tasks.loss_settings import LossSettings
 from fedllm.tasks.metrics import METRICS, NO_ANSWER, Scores, TaskMetric
@@ -52,6 +53,10 @@ class Classification(Task):
         predicted, labels, score = predicted_classes(outputs), targets.cpu().numpy(), METRICS[self._metric][1]
         losses = F.cross_entropy(outputs, targets, reduction="none")
         return [{LOSS: float(losses[part].mean()), **score(predicted[part], labels[part])} for part in parts]
+
+    def by_class(self, outputs: Tensor, targets: Tensor) -> ClassScores:
+        probabilities = F.softmax(outputs.double(), dim=1)
+        return class_scores(self.classes, predicted_classes(outputs), probabilities, targets.cpu().numpy())
 
     def predictions(self, outputs: Tensor) -> list[Any]:
         return [None if index == NO_ANSWER else self.classes[index] for index in predicted_classes(outputs)]
