@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 from benchmarks.scaling import page as scaling
 from docs.architecture import PICTURE, picture, read_rooms
 from fedllm.cli import algorithm_docs
-from fedllm.cli.commands import _EXIT_CODES, _parser
+from fedllm.cli.commands import _EXIT_CODES, make_parser
 from fedllm.common.schema import describe
 from fedllm.config.recipe import SECTION_TYPES
 
@@ -137,7 +137,7 @@ def exit_codes() -> str:
 
 def subcommands() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
     """Name, help and parser of every command."""
-    for action in _parser()._actions:
+    for action in make_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:
                 yield choice.dest, choice.help or "", action.choices[choice.dest]

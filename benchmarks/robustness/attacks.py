@@ -44,7 +44,7 @@ RULES = {
         for rule in ("median", "trimmed_mean", "nnm_trimmed_mean", "multi_krum")
     },
 }
-RATES = {"localadamw": 1.0e-3, "fadamgc": 4.0e-3, "fedadamw": 1.0e-3}
+RATES = {"localadamw": 4.0e-3, "fadamgc": 4.0e-3, "fedadamw": 4.0e-3}
 SHARE = 0.2  # of all clients that are bad
 
 

@@ -38,7 +38,8 @@ class RoundInfo:
 
     index: t, from 0. total: rounds of the run. num_clients: N. sampled: S. tracked: T. local_steps: K, the most
     steps that a client of this federation takes per round. blocks: the partition of the d coordinates for block means.
-    model: a digest that identifies the model, or "" (see client.model_info).
+    model: a digest that identifies the model, or "" (see client.model_info). turns: how many sets of coordinates the
+    rounds train in turn, see federation.turns.
     """
 
     index: int
@@ -49,6 +50,12 @@ class RoundInfo:
     local_steps: int
     blocks: BlockPartition
     model: str = ""
+    turns: int = 1
+
+    @property
+    def earlier(self) -> int:
+        """The number of rounds before this one that trained its coordinates: all, unless rounds take turns."""
+        return self.index // self.turns
 
 
 @dataclass(frozen=True)

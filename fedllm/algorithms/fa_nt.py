@@ -144,9 +144,9 @@ class FANT(Algorithm):
 
     def _z(self, x: Tensor, clients: State, info: RoundInfo) -> Tensor:
         """z_i [C, d] = w_i + x/(K eta), with the K eta of the round before; 0 in the first round."""
-        if info.index == 0:
+        if info.earlier == 0:
             return torch.zeros_like(x, memory_format=torch.contiguous_format)
-        before = replace(info, index=info.index - 1)
+        before = replace(info, index=info.index - info.turns)
         return clients["w"] + x / self._rate_sum(x, before)
 
     def _rate_sum(self, x: Tensor, info: RoundInfo) -> Tensor:

@@ -52,6 +52,6 @@ class FedAdam(Algorithm):
         D, (b1, b2) = reduced.mean["d"], self.betas
         m = b1 * server["m"] + (1 - b1) * D
         v = b2 * server["v"] + (1 - b2) * D.square()
-        t = info.index + 1
+        t = info.earlier + 1
         mh, vh = (m / (1 - b1**t), v / (1 - b2**t)) if self.bias_correction else (m, v)
         return x + self.server_lr * adam_direction(mh, vh, self.tau), {"m": m, "v": v}

@@ -92,7 +92,7 @@ class FedAdamW(Algorithm):
         decay = self.weight_decay if alg2 else 0.0
         if self.decay == "coupled":
             g, decay = g + decay * local["x"], 0.0
-        t = info.index * info.local_steps + k
+        t = info.earlier * info.local_steps + k
         update_moments(local, g, (b1, b2))
         mh = local["m"] / (1 - b1 ** (t if self.bias_time == "global" else k))
         vh = local["v"] / (1 - b2 ** (t if self.aggregate_v else k))

@@ -70,7 +70,7 @@ class LocalAdamW(Algorithm):
         return {"x": x.clone(), "m": rows_of(start.get("m"), x), "v": rows_of(start.get("v"), x)}
 
     def step(self, local: State, g: Tensor, k: int, eta: Tensor, info: RoundInfo) -> None:
-        (b1, b2), t = self.betas, info.index * info.local_steps + k
+        (b1, b2), t = self.betas, info.earlier * info.local_steps + k
         update_moments(local, g, self.betas)
         mh = local["m"] / (1 - b1 ** (t if "m" in self.server_vectors() else k))
         vh = local["v"] / (1 - b2 ** (t if "v" in self.server_vectors() else k))

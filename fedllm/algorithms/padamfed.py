@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -81,7 +82,8 @@ class PAdaMFed(Algorithm):
 
     def free_rates(self, info: RoundInfo) -> tuple[float, float, float]:
         """(beta, gamma, eta): each as set, or by its default formula."""
-        SK, K, T_total = info.sampled * info.local_steps, info.local_steps, self.total_rounds or info.total
+        SK, K = info.sampled * info.local_steps, info.local_steps
+        T_total = self.total_rounds or math.ceil(info.total / info.turns)
         beta = min(1.0, (SK / T_total) ** 0.5) if self.beta is None else self.beta
         gamma = SK**0.25 / T_total**0.75 if self.gamma is None else self.gamma
         eta = 1 / (K * (SK * T_total) ** 0.25) if self.lr is None else self.lr

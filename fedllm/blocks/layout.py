@@ -141,6 +141,25 @@ class BlockPartition:
         """[B] readable names, for example 'encoder.layer.0.attention.self.query.lora_B head 3'."""
         return [name for tile in self.tiles for run in tile.runs for name in run.names(tile.name)]
 
+    def select(self, chosen: Tensor) -> tuple[BlockPartition, Tensor]:
+        """The partition of the chosen coordinates [n], in rising order, and the numbers [b] of their blocks.
+
+        `slices` is left out. Raises ValueError where a tensor is chosen in part."""
+        if self.num_blocks == self.dim:
+            return replace(self.elementwise(len(chosen)), device=self.device), chosen
+        marks = torch.zeros(self.dim, dtype=torch.bool)
+        marks[chosen.cpu()] = True
+        tiles, numbers, start, block = [], [], 0, 0
+        for tile in self.tiles:
+            count = int(marks[start : start + tile.dim].sum())
+            if count not in (0, tile.dim):
+                raise ValueError(f"{tile.name}: found {count:,} of {tile.dim:,} coordinates, expected all or none")
+            if count:
+                tiles.append(tile)
+                numbers.append(torch.arange(block, block + tile.num_blocks))
+            start, block = start + tile.dim, block + tile.num_blocks
+        return BlockPartition(tuple(tiles), device=self.device), torch.cat(numbers).to(chosen.device)
+
     def means(self, v: Tensor) -> Tensor:
         """[..., d] -> [..., B]: the mean of each block. No gradient. `elementwise` returns v itself, not a copy."""
         flat = self._checked(v, self.dim, "means")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from fedllm import __version__
-from fedllm.cli import federation, inspection, new, results, trained, training
+from fedllm.cli import completion, federation, inspection, new, results, trained, training
 from fedllm.cli.options import (
     CommandParser,
     Handler,
@@ -26,6 +26,7 @@ exit codes:
   1    a run that could not go on (too few clients left, a full disk); its last checkpoint, if any, is intact
   2    a mistake in what was given: a recipe, an option, a file or a folder
   75   run.max_hours is over; the same command goes on
+  141  the program that reads the output has ended, as in `fedllm list | head -3`
   129, 130, 138, 143  ended by SIGHUP, SIGINT (Ctrl-C), SIGUSR1 or SIGTERM; the same command goes on
 
 A signal ends a run, a sweep or a suite after the round that is under way, with a checkpoint; where no round is under
@@ -33,11 +34,12 @@ way it ends the command at once. A second Ctrl-C ends it at once, and the rounds
 again. Under torchrun the exit code is then 0 instead of 75 or above, since torchrun starts failed processes again.
 """
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_READER_ENDED = 141  # 128 + SIGPIPE, as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code, see `fedllm --help`."""
-    parser = _parser()
+    parser = make_parser()
     with one_speaks():
         if not (sys.argv[1:] if argv is None else argv):
             parser.print_help(sys.stderr)
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except (UserError, RunError) as error:
         return _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        return _stop_writing()
     except OSError as error:
         return _fail_files(error)
     except Interrupted as interrupt:
@@ -64,6 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # the terminal shows ^C where the line ends
         resumed = "; the same command goes on where it was" if arguments.resumes else ""
         return _fail(f"interrupted{resumed}", 130)
+
+
+def _stop_writing() -> int:
+    """Where the program that reads the output has ended, such as head."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer would fail again when Python ends
+    return _READER_ENDED
 
 
 def _fail_files(error: OSError) -> int:
@@ -90,7 +100,8 @@ def _fail(text: str, code: int) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="fedllm",
         description="Federated LoRA fine-tuning.",
@@ -99,6 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fedllm {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
-    for group in (training, new, federation, results, trained, inspection):
+    for group in (training, new, federation, results, trained, inspection, completion):
         group.add_commands(commands)
     return parser

@@ -266,6 +266,11 @@ def _check_uploads(recipe: Recipe) -> None:
     check_sampling(recipe.federation)
     if recipe.uploads.clip is not None:
         recipe.uploads.norms(recipe.load_algorithm())
+    if recipe.lora is not None and recipe.lora.train == "turns" and recipe.deployment.keep_local is not None:
+        raise UserError(
+            "lora.train: found turns with deployment.keep_local, expected one of the two: a head that stays at a "
+            "client takes no turns; set lora.train=B or leave keep_local out"
+        )
     if recipe.privacy is not None and recipe.deployment.keep_local is not None:
         raise UserError(
             "privacy: found with deployment.keep_local, expected one of the two: a head that stays at a client is "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from fedllm.algorithms.base import Algorithm, RoundInfo, lengths
 from fedllm.common import tensor_file
 from fedllm.common.errors import UserError
 from fedllm.common.tensors import State, under
+from fedllm.federation.turns import Turn
 
 Terms = dict[str, Any]
 _BROADCAST_HEAD: dict[str, tuple[type, ...]] = {
@@ -143,6 +144,7 @@ def terms(
         "sampled": info.sampled,
         "tracked": info.tracked,
         "local_steps": info.local_steps,
+        "turns": info.turns,
         "model": info.model,
         **{f"uploads.{name}": value for name, value in asdict(uploads).items()},
         **{f"downloads.{name}": value for name, value in asdict(downloads).items()},
@@ -184,10 +186,12 @@ def check_broadcast(
     uploads: UploadsSettings = PLAIN,
     downloads: DownloadsSettings = EXACT,
     privacy: PrivacySettings | None = None,
+    turn: Turn | None = None,
 ) -> None:
     """Raises UserError unless the broadcast's round is in the run, its terms agree, and x and the downloads fit the
     model's size and the format of `downloads`. beside: other vectors that it must have, with their numbers of values,
-    in the model's dtype. privacy: what the client asks for, None where it does not compare it."""
+    in the model's dtype. privacy: what the client asks for, None where it does not compare it. turn: what the
+    round trains; the downloads are its part."""
     if not isinstance(broadcast.round, int) or not 0 <= broadcast.round < info.total:
         raise UserError(
             f"broadcast round: found {broadcast.round}, expected 0 to {info.total - 1}, the rounds of the run"
@@ -200,7 +204,8 @@ def check_broadcast(
         )
     unused = algorithm.server_vectors().keys() - algorithm.downloads().keys()  # allowed in a broadcast, and ignored
     found = {"x": broadcast.x} | {name: value for name, value in broadcast.server.items() if name not in unused}
-    expected = {"x": len(x)} | lengths(algorithm.downloads(), x, info)
+    part, seen = (x, info) if turn is None else (turn.take(x), replace(info, blocks=turn.blocks))
+    expected = {"x": len(x)} | lengths(algorithm.downloads(), part, seen)
     other = {name: found.pop(name) for name in beside or () if name in found}
     if why := fault(found, expected, travel_dtype(x.dtype, downloads)) or fault(other, beside or {}, x.dtype):
         raise UserError(

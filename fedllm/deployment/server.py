@@ -32,6 +32,7 @@ from fedllm.common.tensors import State, under
 from fedllm.deployment.client import require_gradient
 from fedllm.deployment.messages import Broadcast, Upload, disagreement, privacy_terms, terms
 from fedllm.federation.setup import BUFFERS
+from fedllm.federation.turns import Turn
 from fedllm.problems.base import Buffers
 
 _DTYPES = (torch.float32, torch.float64)
@@ -48,7 +49,9 @@ class Server:
     state, set round, x and state. uploads, downloads: what happens to the vectors that clients send and receive, as at
     the clients. robust: how the uploads are reduced; clients do not need to know. privacy: noise on their sums, drawn
     from the system's generator and written nowhere. A client asks for it with the same `privacy`, and without one does
-    not compare it. buffers [b]: of a model with batch norm, the mean of what the clients sent last.
+    not compare it. buffers [b]: of a model with batch norm, the mean of what the clients sent last. turns: what the
+    rounds train in turn, see federation.turns; clients receive all of x, and send and receive the turn's part of the
+    other vectors.
     """
 
     def __init__(
@@ -62,8 +65,9 @@ class Server:
         robust: RobustSettings = MEAN,
         downloads: DownloadsSettings = EXACT,
         privacy: PrivacySettings | None = None,
+        turns: tuple[Turn, ...] = (),
     ) -> None:
-        self.algorithm, self.info = algorithm, info
+        self.algorithm, self.info, self._turns = algorithm, info, turns
         if not isinstance(x, Tensor) or x.shape != (info.blocks.dim,) or x.dtype not in _DTYPES:
             is_found = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
             raise UserError(f"x: found {is_found}, expected a tensor [{info.blocks.dim}] of float32 or float64")
@@ -85,12 +89,16 @@ class Server:
         self._open()
 
     def _open(self) -> None:
-        self._declared = Declared.by(self.algorithm, self.x, self.info)
+        self._turn = self._turns[self.round % len(self._turns)] if self._turns else None
+        self._now = replace(self.info, index=self.round)
+        x = self.x
+        if self._turn is not None:
+            self._now, x = replace(self._now, blocks=self._turn.blocks), self._turn.take(x)
+        self._declared = Declared.by(self.algorithm, x, self._now)
         if self.buffers is not None:
             sent = {**self._declared.sent, BUFFERS: len(self.buffers)}
             self._declared = replace(self._declared, sent=sent)
-        info = replace(self.info, index=self.round)
-        self._reduction = self._pipeline.reduction(self.algorithm, self._declared, info, self.x.device)
+        self._reduction = self._pipeline.reduction(self.algorithm, self._declared, self._now, self.x.device)
         self._receipts: dict[int, str] = {}
         self.rejected: dict[int, str] = {}
 
@@ -115,6 +123,7 @@ class Server:
     def downloads(self) -> State:
         """The vectors that a client receives beside x, by name."""
         found = {name: self.state[name] for name in self.algorithm.downloads()}
+        found = found if self._turn is None else self._turn.take_all(found)
         if self.buffers is None or self._buffers is None or self._buffers.local:
             return found
         return {**found, BUFFERS: self.buffers}
@@ -143,11 +152,17 @@ class Server:
     def mean_update(self) -> Tensor:
         """The update [d] (float64) that stands for those accepted in this round: their mean, by the aggregation's
         weights, or what the robust rule makes of them after `left_out`."""
-        return self._reduction.mean_update()
+        return self._whole(self._reduction.mean_update())
 
     def update_of(self, upload: Upload) -> Tensor:
         """d [1, d] of an upload that was accepted."""
-        return self._received(upload).sent["d"].to(self.x.device)
+        return self._whole(self._received(upload).sent["d"].to(self.x.device))
+
+    def _whole(self, update: Tensor) -> Tensor:
+        """An update [..., d], which is 0 where this round trains nothing."""
+        if self._turn is None:
+            return update
+        return self._turn.put(update.new_zeros(*update.shape[:-1], len(self.x)), update)
 
     def _start(self) -> str:
         """A digest of the round and x. It differs between runs, and after the server was restored and x changed."""
@@ -238,8 +253,7 @@ class Server:
 
     def _most_rate(self, steps: int) -> float:
         """The largest possible rate_sum: `steps` times the round's highest learning rate, plus 0.1 % for rounding."""
-        info = replace(self.info, index=self.round)
-        return 1.001 * steps * float(self.algorithm.rates(torch.tensor([info.local_steps]), info).max())
+        return 1.001 * steps * float(self.algorithm.rates(torch.tensor([self.info.local_steps]), self._now).max())
 
     def aggregate(self, min_clients: int = 1) -> Tensor:
         """Ends the round and returns the next global model [d].
@@ -250,9 +264,13 @@ class Server:
         left_out = self.left_out()
         if not self.private:
             require_enough(self._reduction.clients, min_clients, self.rejected | left_out, self.round)
-        info = replace(self.info, index=self.round)
-        reduced = self._reduction.result()
-        self.x, self.state = aggregate(self.algorithm, self.x, self.state, reduced, info)
+        reduced, turn = self._reduction.result(), self._turn
+        if turn is None:
+            self.x, self.state = aggregate(self.algorithm, self.x, self.state, reduced, self._now)
+        else:
+            given = (turn.take(self.x), turn.take_all(self.state))
+            x, state = aggregate(self.algorithm, *given, reduced, self._now)
+            self.x, self.state = turn.put(self.x, x), turn.put_all(self.state, state)
         self.buffers = reduced.mean.get(BUFFERS)
         self.counted |= {client: receipt for client, receipt in self._receipts.items() if client not in left_out}
         self.round += 1

@@ -28,10 +28,11 @@ from fedllm.experiment.privacy import privacy_warnings, rounds_within_budget
 from fedllm.experiment.recipe_data import template_digest
 from fedllm.experiment.sample_privacy_report import sample_warnings
 from fedllm.federation.setup import Setup
+from fedllm.federation.turns import make_turns
 from fedllm.models.all_weights import start_digest
 from fedllm.models.fingerprint import fingerprint
 from fedllm.models.loading import Backbone
-from fedllm.models.lora import lora_products
+from fedllm.models.lora import lora_products, lora_turns
 from fedllm.problems import checks
 from fedllm.problems.full.problem import FullProblem
 from fedllm.problems.lora.problem import LoraProblem
@@ -81,13 +82,14 @@ class Job:
         samples = sample_privacy.rounds_within_budget(self.recipe, [len(part) for part in self.parts])
         return min(rounds_within_budget(self.recipe, self.info.num_clients), samples)
 
-    @property
+    @cached_property
     def setup(self) -> Setup:
         """The objects that every round uses."""
-        recipe = self.recipe
+        recipe, sets = self.recipe, lora_turns(self.problem.space) if self.info.turns > 1 else []
+        turns = make_turns(sets, self.info.blocks) if sets else ()
         pipeline = Pipeline.of(recipe.uploads, self.algorithm, recipe.run.seed, recipe.robust, recipe.privacy)
         problem = sample_privacy.private_problem(recipe, self.problem, self.parts)
-        return Setup(self.algorithm, problem, self.info, pipeline, recipe.downloads)
+        return Setup(self.algorithm, problem, self.info, pipeline, recipe.downloads, turns)
 
     @property
     def products(self) -> tuple[Product, ...]:

@@ -82,6 +82,8 @@ def _trainable(job: Job, frozen: int) -> str:
     if lora is None:
         return f"{dim:,}, all weights"
     head = ", and the head" if job.backbone.head else ""
+    if turns := job.setup.turns:
+        head += "; in turn " + " and ".join(f"{len(turn.coordinates):,}" for turn in turns)
     return f"{dim:,}, {dim / (frozen + dim):.2%} of all (LoRA rank {lora.rank} on {', '.join(lora.targets)}{head})"
 
 

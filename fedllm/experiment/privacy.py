@@ -13,7 +13,6 @@ from fedllm.aggregation.accounting import SampledGaussian, accountant, noise_for
 from fedllm.aggregation.privacy import noise_length
 from fedllm.aggregation.privacy_checks import require_bounded
 from fedllm.aggregation.privacy_settings import PrivacySettings
-from fedllm.algorithms.base import lengths
 from fedllm.common.console import ProgressCallback, stage
 from fedllm.common.errors import UserError
 from fedllm.config.recipe import Recipe
@@ -223,12 +222,16 @@ def _sampling(recipe: Recipe, clients: int, rounds: int) -> str:
 
 
 def _lengths(job: Job, noise: float) -> Sequence[str]:
-    """The length of the noise in the mean of each vector against its clip, the most that a client's can have."""
-    alg, info, dim = job.algorithm, job.info, job.problem.dim
-    clips = require_bounded(alg, job.recipe.uploads)
-    sent = lengths({**alg.uploads(), **alg.tracked_uploads()}, torch.empty(1, dim), info)
+    """The length of the noise in the mean of each vector against its clip, the most that a client's can have.
+
+    Where rounds take turns: in those with the most coordinates."""
+    setup, x = job.setup, torch.empty(job.problem.dim)
+    if setup.turns:
+        most = max(setup.turns, key=lambda turn: len(turn.coordinates))
+        setup, x = setup.in_turn(most, x), most.take(x)
+    clips, sent = require_bounded(job.algorithm, job.recipe.uploads), setup.declared(x).of_algorithm
     found = []
-    for name, values in sent.items():
-        length = noise_length(noise, clips[name], len(sent), values, info.sampled)
+    for name in sent:
+        length = noise_length(noise, clips[name], len(sent), setup.declared(x).sent[name], job.info.sampled)
         found.append(f"{name} {length:.3g}, {length / clips[name]:.2g} times its clip {clips[name]:g}")
     return found

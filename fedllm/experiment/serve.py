@@ -148,6 +148,7 @@ class RealSites:
             robust=recipe.robust,
             downloads=recipe.downloads,
             privacy=recipe.privacy,
+            turns=job.setup.turns,
         )
         self._server.round, self._server.state = state.round, state.server
         self._server.buffers = state.buffers

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fedllm.aggregation.uploads import Declared
 from fedllm.common.console import say, say_all
 from fedllm.common.errors import UserError
 from fedllm.common.files import replace_bytes
@@ -91,12 +92,13 @@ class SiteRun:
             self.job.recipe.uploads,
             setup.downloads,
             self.job.recipe.privacy,
+            setup.turn,
         )
         self._ledger.settle(broadcast)
-        trained = self._steps(order)
+        trained, declared = self._steps(order)
         sent = outgoing(
             trained.uploads,
-            setup.declared(self._blank.x),
+            declared,
             setup.pipeline,
             setup.algorithm,
             tracked=order.tracked,
@@ -107,6 +109,7 @@ class SiteRun:
         upload = Upload(sent, broadcast.round, steps, rate_sum, samples, order.tracked, start)
         answer = TrainAnswer(upload, _loss(trained), time.perf_counter() - trained.began).to_bytes()
         kept = {name: value.detach().cpu() for name, value in trained.uploads.kept.items()}
+        kept = kept if setup.turn is None else setup.turn.put_all(self._ledger.state, kept)
         after = self._ledger.after(upload.receipt, kept)
         after.save(self._ledger_file, self._terms)
         replace_bytes(self._answer_file, (key + hashlib.sha256(answer).hexdigest()).encode() + answer)
@@ -126,18 +129,22 @@ class SiteRun:
         buffers = self.job.problem.buffers
         return {} if buffers is None or buffers.local else {BUFFERS: len(buffers.initial)}
 
-    def _steps(self, order: TrainOrder) -> Trained:
-        """The local steps of this client, as in a simulation with the same (seed, round, client)."""
+    def _steps(self, order: TrainOrder) -> tuple[Trained, Declared]:
+        """The local steps of this client, as in a simulation with the same (seed, round, client), and what it sends and
+        keeps of this round."""
         broadcast, setup, site = order.broadcast, self._setup.at(order.broadcast.round), self.told.site
         state = replace(self._blank, round=broadcast.round, x=broadcast.x.to(self._blank.x))
+        state.clients.put([site], self._ledger.state)
+        if (turn := setup.turn) is not None:
+            setup, state = setup.in_turn(turn, state.x), state.in_turn(turn)
         state.server = {name: value.to(state.x) for name, value in broadcast.server.items() if name != BUFFERS}
         if BUFFERS in broadcast.server:
             state.buffers = broadcast.server[BUFFERS].to(state.x)
-        state.clients.put([site], self._ledger.state)
         steps = local_steps(setup.problem, [site], setup.info)[site]
         setup.algorithm.check(setup.info, [steps])
         tracked = {site} if order.tracked else set()
-        return train_together(setup, state, [site], [steps], tracked, lambda active: None)
+        trained = train_together(setup, state, [site], [steps], tracked, lambda active: None)
+        return trained, setup.declared(state.x)
 
     @property
     def _answer_file(self) -> Path:

@@ -6,10 +6,12 @@ has succeeded.
 
 from __future__ import annotations
 
+import copy
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +20,9 @@ from safetensors.torch import load_file
 from fedllm.common.errors import RunError
 from fedllm.common.files import digest, link, write_tensors
 from fedllm.common.tensors import State
+
+if TYPE_CHECKING:
+    from fedllm.federation.turns import Turn
 
 
 @dataclass(frozen=True)
@@ -55,14 +60,27 @@ class ClientStore:
         self._initial = initial
         self._vectors: dict[int, ClientVectors] = {}
         self._elsewhere: set[int] = set()  # clients whose newest vectors only another process has
+        self._turn: Turn | None = None
+
+    def in_turn(self, turn: Turn) -> Self:
+        """The same store, of which `get` reads and `stage` changes the turn's coordinates alone. Both stores hold the
+        same vectors."""
+        seen = copy.copy(self)
+        seen._turn = turn
+        return seen
 
     def get(self, clients: Sequence[int], device: torch.device | str = "cpu") -> State:
         """Rows {name: [C, d]} of these clients, on `device`."""
+        state = self._whole(clients)
+        state = state if self._turn is None else self._turn.take_all(state)
+        return {name: value.to(device) for name, value in state.items()}
+
+    def _whole(self, clients: Sequence[int]) -> State:
         state = self._initial(len(clients))
         for row, client in enumerate(clients):
             for name, value in self.vectors(client).items():
                 state[name][row] = value
-        return {name: value.to(device) for name, value in state.items()}
+        return state
 
     def vectors(self, client: int) -> State:
         """One client's vectors {name: [d]}; empty for one that was never written."""
@@ -74,6 +92,8 @@ class ClientStore:
     def stage(self, clients: Sequence[int], rows: State) -> dict[int, ClientVectors]:
         """Puts aside new rows {name: [C, d]} of these clients, for `commit`."""
         rows = {name: value.detach().cpu() for name, value in rows.items()}
+        if self._turn is not None:
+            rows = self._turn.put_all(self._whole(clients), rows)
         return {
             client: self._set_aside(client, {name: value[row] for name, value in rows.items()})
             for row, client in enumerate(clients)

@@ -66,7 +66,14 @@ def traffic(
 
 
 def round_bytes(setup: Setup, x: Tensor) -> tuple[int, int]:
-    """Bytes that all clients of a round send, and receive, in the formats of the settings. x [d]: any."""
+    """Bytes that all clients of a round send, and receive, in the formats of the settings. x [d]: any.
+
+    Where rounds take turns: the mean over the turns."""
+    if setup.turns:
+        each = [round_bytes(setup.in_turn(turn, x), turn.take(x)) for turn in setup.turns]
+        count = len(each)
+        others = (count - 1) * len(x) * travel_dtype(x.dtype, setup.downloads).itemsize * setup.info.sampled
+        return sum(up for up, _ in each) // count, (sum(down for _, down in each) + others) // count
     info, declared, buffers = setup.info, setup.declared(x), setup.problem.buffers
     times = {name: info.tracked if name in declared.tracked else info.sampled for name in declared.sent}
     up = sum(
@@ -87,15 +94,17 @@ def vectors_per_round(
     FedAvg 2; FAdamGC, FA-NT and SCAFFOLD 3 + T/S, because y goes down to all S and its change goes up from T, as GC
     counts (Table 7 over Table 2: 3.5 at T = S/2). derive: without the vectors that need not be sent because both sides
     can compute them from the last x, such as FedAdamW's Delta, or FA-NT's y if S = T = N and eta_g = 1: then 2.
-    equal_steps: whether all clients take info.local_steps steps.
+    equal_steps: whether all clients take info.local_steps steps. Where rounds take turns, clients receive all of x, and
+    of the other vectors the turn's part.
     """
-    derived = alg.computable(info, equal_steps) if derive else ()
+    derived = alg.computable(info, equal_steps) if derive and info.turns == 1 else ()
 
     def values(vectors: Vectors) -> int:
         return _values({name: of for name, of in vectors.items() if name not in derived}, info, dim)
 
-    down, up = dim + values(alg.downloads()), _values(alg.uploads(), info, dim)
-    return (down + up + values(alg.tracked_uploads()) * info.tracked / info.sampled) / dim
+    moved = values(alg.downloads()) + _values(alg.uploads(), info, dim)
+    moved_by_tracked = values(alg.tracked_uploads()) * info.tracked / info.sampled
+    return (dim + (moved + moved_by_tracked) / info.turns) / dim
 
 
 def simulated_seconds(compute_seconds: float, client_bytes: int, bandwidth_mbit: float) -> float:

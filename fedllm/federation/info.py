@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from fedllm.algorithms.base import Algorithm, RoundInfo
@@ -30,10 +31,13 @@ def round_info(
     sampled: int,
     tracked: int | None,
     local_steps: int,
+    turns: int = 1,
     names: Names = RECIPE_NAMES,
 ) -> RoundInfo:
-    """The facts of the run, as of round 0. Raises UserError where S or T do not fit the federation or `alg`, or `alg`
-    declares a vector of another length than "d" or "B"."""
+    """The facts of the run, as of round 0. turns: see RoundInfo.
+
+    Raises UserError where S or T do not fit the federation or `alg`, or `alg` declares a vector of another length than
+    "d" or "B"."""
     _check_declared(alg)
     blocks = problem.blocks
     if blocks is not None and blocks.dim != problem.dim:
@@ -51,6 +55,7 @@ def round_info(
         local_steps=local_steps,
         names=names,
     )
+    info = replace(info, turns=turns)
     alg.check(info, checks.steps(problem, range(problem.num_clients), 0) or ())
     return info
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedllm.aggregation.downloads import as_read, encode
+from fedllm.aggregation.downloads import as_read, encode, travel_dtype
 from fedllm.aggregation.product_gap import Product
 from fedllm.aggregation.reduction import aggregate, require_enough
 from fedllm.aggregation.settings import EXACT
@@ -25,6 +25,7 @@ from fedllm.federation.partial_round import PartialRound, drift_of, gap_of, in_o
 from fedllm.federation.sampling import deal
 from fedllm.federation.setup import BUFFERS, Setup
 from fedllm.federation.state import FederationState, blank
+from fedllm.federation.turns import Turn
 from fedllm.problems import checks
 
 
@@ -130,6 +131,8 @@ def run_round(
     """
     plan = plan or Plan()
     setup = setup.at(state.round)
+    if setup.turn is not None:
+        return _round_of_turn(setup, setup.turn, state, clients, tracked, plan)
     if not clients:
         return _round_of_nobody(setup, state)
     alg, info, executor = setup.algorithm, setup.info, plan.executor
@@ -176,6 +179,25 @@ def run_round(
         drift=drift,
         forced=whole.forced,
         **whole.noised(),
+    )
+
+
+def _round_of_turn(
+    setup: Setup, turn: Turn, state: FederationState, clients: Sequence[int], tracked: Sequence[int], plan: Plan
+) -> RoundReport:
+    """`run_round` on the turn's coordinates. Clients receive all of x.
+
+    lora_gap is 0 where it is measured: the clients' products have one matrix in common."""
+    read = as_read({"": state.x}, [""], setup.downloads)[""]
+    part = state.in_turn(turn)
+    report = run_round(setup.in_turn(turn, read), part, clients, tracked, replace(plan, products=()))
+    state.put_turn(turn, part)
+    others = (len(state.x) - len(part.x)) * travel_dtype(state.x.dtype, setup.downloads).itemsize
+    return replace(
+        report,
+        bytes_down=report.bytes_down + others * len(clients),
+        client_bytes=report.client_bytes + (others if clients else 0),
+        drift=report.drift | ({"lora_gap": 0.0} if plan.products and clients else {}),
     )
 
 

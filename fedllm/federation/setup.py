@@ -11,6 +11,7 @@ from fedllm.aggregation.pipeline import Pipeline
 from fedllm.aggregation.settings import EXACT, DownloadsSettings
 from fedllm.aggregation.uploads import Declared
 from fedllm.algorithms.base import Algorithm, RoundInfo
+from fedllm.federation.turns import Turn, TurnProblem
 from fedllm.problems.base import Problem
 
 BUFFERS = "buffers"  # the name under which a problem's buffers are sent and kept, beside the algorithm's vectors
@@ -19,18 +20,29 @@ PERSONAL = "personal"  # the name under which a client keeps its values of the p
 
 @dataclass(frozen=True)
 class Setup:
-    """The algorithm, the problem that gives its gradients, the facts of the round, the steps on its uploads, and what
-    happens to what the server sends."""
+    """The algorithm, the problem that gives its gradients, the facts of the round, the steps on its uploads, what
+    happens to what the server sends, and the sets of coordinates that the rounds train in turn, () for all at once."""
 
     algorithm: Algorithm
     problem: Problem
     info: RoundInfo
     pipeline: Pipeline = Pipeline()
     downloads: DownloadsSettings = EXACT
+    turns: tuple[Turn, ...] = ()
 
     def at(self, round: int) -> Setup:
         """The same in another round, counted from 0."""
         return replace(self, info=replace(self.info, index=round))
+
+    @property
+    def turn(self) -> Turn | None:
+        """What this round trains; None for all coordinates."""
+        return self.turns[self.info.index % len(self.turns)] if self.turns else None
+
+    def in_turn(self, turn: Turn, x: Tensor) -> Setup:
+        """The same for the coordinates of one turn. x [d]: where clients read the others."""
+        info = replace(self.info, blocks=turn.blocks)
+        return replace(self, problem=TurnProblem(self.problem, turn, x), info=info, turns=())
 
     def require_private(self) -> None:
         """Raises UserError where client-level privacy does not cover all that clients send."""

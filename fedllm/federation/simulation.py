@@ -26,6 +26,7 @@ from fedllm.federation.rounds import Plan, RoundReport, run_round, start
 from fedllm.federation.sampling import Sampling, sample
 from fedllm.federation.setup import Setup
 from fedllm.federation.state import FederationState
+from fedllm.federation.turns import make_turns
 from fedllm.problems import checks
 from fedllm.problems.base import Problem
 
@@ -68,6 +69,7 @@ def simulate(
     uploads: UploadsSettings = PLAIN,
     robust: RobustSettings = MEAN,
     privacy: PrivacySettings | None = None,
+    turns: Sequence[Tensor] = (),
     evaluate: Evaluate | None = None,
     eval_every: int = 1,
     keep_history: bool = True,
@@ -81,9 +83,11 @@ def simulate(
     x0: start [d], default problem.initial(), into whose dtype it is converted. stacked_clients: clients trained
     together, default all; it changes time only. cohort: its earlier name. sampling: fixed, or poisson with S as the
     mean. uploads: clips and roundings of what clients send. robust: the rule that reduces the uploads. privacy: noise
-    on the sums, of which `noise` alone is read (fedllm.aggregation.accounting has epsilon). evaluate(x, round): called
-    with a copy of x after every `eval_every` rounds and after the last one; it returns numbers by name. keep_history:
-    false saves the memory of T+1 copies of x. progress: shows the rounds on stderr if they take more than two seconds.
+    on the sums, of which `noise` alone is read (fedllm.aggregation.accounting has epsilon). turns: sets of coordinates
+    that the rounds train in turn, each of the d in exactly one; () trains all in every round. evaluate(x, round):
+    called with a copy of x after every `eval_every` rounds and after the last one; it returns numbers by name.
+    keep_history: false saves the memory of T+1 copies of x. progress: shows the rounds on stderr if they take more than
+    two seconds.
     A client whose upload is not finite is rejected, with a warning; `rejected` of the result lists it.
     Raises UserError for arguments that do not fit the federation, and for mistakes in `problem` or `alg`, naming the
     method; RunError if no client's upload is finite.
@@ -94,7 +98,7 @@ def simulate(
     optional["stacked_clients"] = stacked = cohort if stacked_clients is None else stacked_clients
     _check_numbers({name: number for name, number in optional.items() if number is not None})
     pairs = None if schedule is None else _pairs(schedule, rounds, problem.num_clients)
-    setup = _setup(alg, problem, rounds, local_steps, clients_per_round, tracked_per_round, pairs)
+    setup = _setup(alg, problem, rounds, local_steps, clients_per_round, tracked_per_round, pairs, turns)
     if why := robust.misfit(alg, setup.info.sampled, setup.info.tracked, sampling):
         raise UserError(why)
     if privacy is not None and privacy.level == "sample":
@@ -126,15 +130,23 @@ def _setup(
     sampled: int | None,
     tracked: int | None,
     pairs: Pairs | None,
+    turns: Sequence[Tensor],
 ) -> Setup:
     """What every round works with. sampled: default the most of the schedule, or all clients."""
     if sampled is None:
         sampled = max((len(clients) for clients, _ in pairs or []), default=problem.num_clients)
     local_steps = max(local_steps, *(checks.steps(problem, range(problem.num_clients), 0) or [local_steps]))
     info = round_info(
-        alg, problem, rounds=rounds, sampled=sampled, tracked=tracked, local_steps=local_steps, names=_NAMES
+        alg,
+        problem,
+        rounds=rounds,
+        sampled=sampled,
+        tracked=tracked,
+        local_steps=local_steps,
+        turns=len(turns) or 1,
+        names=_NAMES,
     )
-    return Setup(alg, problem, info)
+    return Setup(alg, problem, info, turns=make_turns(turns, info.blocks) if turns else ())
 
 
 class _Record:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from fedllm.common.tensors import State
 from fedllm.federation.client_states import ClientFiles, ClientStore
 from fedllm.federation.setup import BUFFERS, PERSONAL, Setup
+from fedllm.federation.turns import Turn
 from fedllm.problems import checks
 
 
@@ -25,6 +26,16 @@ class FederationState:
     server: State
     clients: ClientStore
     buffers: Tensor | None = None
+
+    def in_turn(self, turn: Turn) -> FederationState:
+        """The state of a turn's coordinates, with the same store of clients."""
+        x, server = turn.take(self.x), turn.take_all(self.server)
+        return replace(self, x=x, server=server, clients=self.clients.in_turn(turn))
+
+    def put_turn(self, turn: Turn, part: FederationState) -> None:
+        """Takes over a turn's coordinates, and the round, from the state after it."""
+        self.x, self.server = turn.put(self.x, part.x), turn.put_all(self.server, part.server)
+        self.round = part.round
 
 
 def blank(setup: Setup, x0: Tensor | None = None, folder: Path | None = None) -> FederationState:

@@ -98,6 +98,19 @@ def lora_products(space: ParameterSpace) -> tuple[Product, ...]:
     )
 
 
+def lora_turns(space: ParameterSpace) -> list[Tensor]:
+    """The coordinates that rounds train in turn under `lora.train: turns`: B with the head, and A.
+
+    RoLoRA (Chen et al. 2025, Alg. 1) has no head. *choice*: it is trained with B, so that every coordinate is in one
+    turn. B comes first, because A has no gradient while B is 0."""
+    sets: dict[bool, list[Tensor]] = {False: [], True: []}
+    end = 0
+    for name, size in zip(space.names, space.sizes, strict=True):
+        sets[".lora_A." in name].append(torch.arange(end, end + size))
+        end += size
+    return [torch.cat(sets[False]), torch.cat(sets[True])]
+
+
 def head_modules(model: nn.Module) -> list[str]:
     """Paths, in the model without PEFT, of the modules whose weights are all trained."""
     return [n.removeprefix(PREFIX) for n, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)]

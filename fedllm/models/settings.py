@@ -56,10 +56,11 @@ class LoraSettings:
         "roles of the layers that get an adapter: query, key, value, output, mlp_in, mlp_gate, mlp_out, mlp (all of "
         "the MLP), or all-linear alone (every linear layer of the blocks)",
     )
-    train: Literal["AB", "B"] = setting(
+    train: Literal["AB", "B", "turns"] = setting(
         "AB",
-        "AB = both matrices of the adapter; B = B alone, A stays as drawn (FFA-LoRA): the mean of the clients' B is "
-        "then exactly the mean of their updates B A, and about half as many values are sent",
+        "AB = both matrices of the adapter; B = B alone, A stays as drawn (FFA-LoRA); turns = B and the head in odd "
+        "rounds, A in even rounds (RoLoRA). With B and turns the mean of the clients' matrices is exactly the mean of "
+        "their products B A, and about half as many values are sent",
     )
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from repository import REPO
 
-from fedllm.cli.commands import _parser
+from fedllm.cli.commands import make_parser
 
 FOLDER = REPO / "docs" / "containers"
 PAGE = (REPO / "docs" / "guides" / "sites" / "containers.md").read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ def test_a_service(name: str) -> None:
     service = services()[name]
     assert set(service) <= SERVICE
     assert (REPO / service["build"]["dockerfile"]).is_file()
-    _parser().parse_args(service["command"])
+    make_parser().parse_args(service["command"])
     (volume,) = service["volumes"]
     assert volume == f"./federation/{name}:/federation"
     assert service.get("ports", []) == (["18000:18000"] if name == "server" else [])

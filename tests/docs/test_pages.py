@@ -18,7 +18,7 @@ from repository import REPO
 from tiny_models import WORDS
 
 from fedllm import load_recipe
-from fedllm.cli.commands import _parser, main
+from fedllm.cli.commands import main, make_parser
 
 GUIDES = ["recipes", "your_data", "after_a_run", "sweeps", "many_processes", "memory", "blocks"]
 PAGES = ["README.md", "docs/get_started.md", *(f"docs/guides/{name}.md" for name in GUIDES)]
@@ -62,7 +62,7 @@ def test_make(command: str) -> None:
     assert said.returncode == 0, said.stderr
     for line in said.stdout.splitlines():
         if line.lstrip("@").startswith(".venv/bin/fedllm"):
-            _parser().parse_known_args(shlex.split(line)[1:])
+            make_parser().parse_known_args(shlex.split(line)[1:])
 
 
 def test_every_make_target_in_the_text_exists() -> None:
@@ -184,7 +184,7 @@ def test_command(command: str, run: Path, tmp_path: Path, monkeypatch: pytest.Mo
     (grid,) = (code for code in blocks("yaml") if "grid.yaml" in code)
     (tmp_path / "grid.yaml").write_text(grid)
     if words[0] == "run" and len(words) > 2 and all(word.startswith(("run.", "--")) for word in words[2:]):
-        arguments, _ = _parser().parse_known_args(words)
+        arguments, _ = make_parser().parse_known_args(words)
         assert load_recipe(arguments.recipe, arguments.overrides).run
         return
     if words[0] == "serve":

@@ -12,7 +12,7 @@ from repository import REPO
 from site_files import write_site
 
 from fedllm import load_recipe
-from fedllm.cli.commands import _parser
+from fedllm.cli.commands import make_parser
 from fedllm.common.schema import keys
 from fedllm.deployment.site_settings import Policy, SiteSettings, load_site
 
@@ -47,7 +47,7 @@ def test_the_commands_are_known() -> None:
         if words[:2] == ["docker", "run"]:  # the image's name stands before the command's words
             words = words[words.index("fedllm") :]
         if words[0] == "fedllm":
-            _parser().parse_args(words[1:])
+            make_parser().parse_args(words[1:])
             parsed += 1
     assert parsed >= 7
 

@@ -104,10 +104,15 @@ def require_equal(found: RunResult, expected: RunResult, tolerance: float = 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["fadamgc", "fedadamw", "scaffold", "localadamw"])
-def test_a_deployed_run_has_the_numbers_of_the_simulation(three: Path, tmp_path: Path, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "train"),
+    [("fadamgc", "AB"), ("fedadamw", "AB"), ("scaffold", "AB"), ("localadamw", "AB"), ("fadamgc", "turns")],
+)
+def test_a_deployed_run_has_the_numbers_of_the_simulation(
+    three: Path, tmp_path: Path, algorithm: str, train: str
+) -> None:
     """One of its sites is started again in round 2."""
-    overrides = [*OVERRIDES, f"algorithm.name={algorithm}"]
+    overrides = [*OVERRIDES, f"algorithm.name={algorithm}", f"lora.train={train}"]
     link = link_of(three, tmp_path)
     trained: list[int] = []
 

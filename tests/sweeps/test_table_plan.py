@@ -12,7 +12,7 @@ from repository import REPO
 
 from fedllm import load_recipe
 from fedllm.algorithms import algorithm_names
-from fedllm.cli.commands import _parser, main
+from fedllm.cli.commands import main, make_parser
 from fedllm.common.errors import UserError
 from fedllm.reporting.paper_table import MINUTES, ROUNDS, SCORE, read_printed
 from fedllm.sweeps.paper_tables import TABLES
@@ -186,7 +186,7 @@ COMMANDS = re.findall(r"^ {4}fedllm suite ([^#\n]*)", PAGE, flags=re.MULTILINE)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.slow
 def test_a_command_of_the_guide_is_a_plan(command: str) -> None:
-    arguments = _parser().parse_args(["suite", *shlex.split(command)])
+    arguments = make_parser().parse_args(["suite", *shlex.split(command)])
     model = small_model(TABLES[arguments.name], arguments.small, arguments.model)
     seeds = parse_seeds(arguments.seeds) if arguments.seeds else ()
     assert plan(arguments.name, model, algorithms=arguments.algorithm, tasks=arguments.task, seeds=seeds).runs()
