@@ -96,6 +96,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     say(str(found), "bold")
     console.print(found.table())
+    if (classes := found.class_table()) is not None:
+        console.print(classes)
     if arguments.out is not None:
         import json
 

@@ -16,6 +16,7 @@ from fedllm.algorithms import Algorithm, canonical_name, load_algorithm
 from fedllm.common.errors import UserError
 from fedllm.common.schema import build, key_aliases, keys, nearest, without_nulls
 from fedllm.config.algorithm_choice import Choice
+from fedllm.config.client_checks import check_own_evaluation
 from fedllm.config.privacy_checks import check_privacy, check_sampling
 from fedllm.config.settings import (
     SAMPLED,
@@ -167,6 +168,8 @@ _LATER_KEYS = {
     ("loss", "label_smoothing"): 0.0,
     ("loss", "focal"): 0.0,
     ("federation", "sampling"): "fixed",
+    ("federation", "held_out"): None,
+    ("local", "finetune_steps"): None,
     ("uploads", "clip"): None,
     ("uploads", "bits"): "float32",
     ("downloads", "bits"): "float32",
@@ -184,7 +187,9 @@ _LATER_KEYS = {
     ("eval", "patience"): None,
     ("eval", "keep_best"): False,
     ("eval", "start"): False,
+    ("eval", "per_client"): None,
     ("eval", "by"): None,
+    ("eval", "by_class"): False,
     ("eval", "samples"): 0,
     ("eval", "new_tokens"): 48,
     ("deployment", "keep_local"): None,
@@ -247,10 +252,11 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
     if why := misfit_of_weights(recipe.lora is None, recipe.model, recipe.run):
         raise UserError(f"{where}: {why}")
     try:
+        check_own_evaluation(recipe.eval, recipe.local, recipe.privacy)
         _check_uploads(recipe)
         recipe.require_robust()
         count = recipe.partition.known_clients
-        return recipe if count is None else recipe.for_clients(count)
+        return recipe if count is None else recipe.for_clients(count - recipe.federation.clients_held_out(count))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 

@@ -28,13 +28,31 @@ class FederationSettings:
         "mean, and a round may have none",
     )
     min_clients: int = setting(1, "accepted uploads below which the run stops")
+    held_out: float | None = setting(
+        None,
+        "clients that never train and are evaluated apart: a number, or below 1 a fraction of all; null = none",
+    )
 
     def __post_init__(self) -> None:
-        require_positive_settings(self, "rounds", "clients_per_round", "min_clients")
+        require_positive_settings(self, "rounds", "clients_per_round", "min_clients", "held_out")
+        if self.held_out is not None and self.held_out > 1 and self.held_out != int(self.held_out):
+            raise UserError(f"held_out: found {self.held_out:g}, expected a whole number of clients, or a fraction")
         if self.clients_per_round is not None and self.min_clients > self.clients_per_round:
             raise UserError(
                 f"min_clients: found {self.min_clients}, expected at most clients_per_round={self.clients_per_round}"
             )
+
+    def clients_held_out(self, count: int) -> int:
+        """How many of `count` clients never train. Raises UserError, naming the key, where no client would train."""
+        if self.held_out is None:
+            return 0
+        number = int(self.held_out) if self.held_out >= 1 else max(1, round(self.held_out * count))
+        if number >= count:
+            raise UserError(
+                f"federation.held_out: found {self.held_out:g}, which is {number} of {count} clients; expected that at "
+                "least one is left to train"
+            )
+        return number
 
 
 @dataclass(frozen=True)
@@ -44,11 +62,16 @@ class LocalSettings:
     epochs: int | None = setting(None, "passes over the client's data (1 where steps is not given either)")
     steps: int | None = setting(None, "local steps K, instead of epochs; a client with few samples shuffles them again")
     batch_size: int = setting(32, "samples per step; a client with fewer uses all that it has")
+    finetune_steps: int | None = setting(
+        None,
+        "local steps of a copy of the model at each client before its own evaluation (eval.per_client); the copy is "
+        "thrown away; null = none",
+    )
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.steps is not None:
             raise UserError(f"steps: found both epochs={self.epochs} and steps={self.steps}, expected one of them")
-        require_positive_settings(self, "epochs", "steps", "batch_size")
+        require_positive_settings(self, "epochs", "steps", "batch_size", "finetune_steps")
 
 
 @dataclass(frozen=True)
@@ -68,12 +91,22 @@ class EvalSettings:
     )
     keep_best: bool = setting(False, "also keep the checkpoint of the best evaluated round, for `fedllm export --best`")
     start: bool = setting(False, "at the end, also evaluate the model as it was before round 1")
+    per_client: float | None = setting(
+        None,
+        "fraction of its own samples on which each client is evaluated and does not train; the mean, spread, worst and "
+        "best tenth of the clients' scores; null = none",
+    )
     by: str | None = setting(None, "column of the validation split; at the end, scores for each of its values")
+    by_class: bool = setting(
+        False, "recall, precision and AUROC of each class, and the confusion matrix, on the validation split at the end"
+    )
     samples: int = setting(0, "validation prompts that a language model answers at the end, before and after training")
     new_tokens: int = setting(48, "tokens of such an answer at most")
 
     def __post_init__(self) -> None:
         require_positive_settings(self, "every", "new_tokens", "patience")
+        if self.per_client is not None and not 0 < self.per_client < 1:
+            raise UserError(f"per_client: found {self.per_client:g}, expected a fraction between 0 and 1")
         if self.samples < 0:
             raise UserError(f"samples: found {self.samples}, expected 0 or more")
         if self.stop_at_target and not self.target:

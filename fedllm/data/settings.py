@@ -84,7 +84,9 @@ class DataSettings:
         None, "tokens of a sample beyond this are cut; null = 128, or 512 with task causal_lm (see too_long)"
     )
     holdout: float = setting(0.2, "fraction of train that is held out if there is no validation split")
-    holdout_seed: int = setting(0, "seed of the hold-out")
+    holdout_seed: int = setting(
+        0, "seed of the hold-out, and of what clients hold out (eval.per_client, federation.held_out)"
+    )
     max_train: int | None = setting(None, "use at most so many training samples")
     max_validation: int | None = setting(None, "use at most so many validation samples")
 

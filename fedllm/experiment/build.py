@@ -25,6 +25,7 @@ from fedllm.experiment.build_checks import check_evaluation, check_length
 from fedllm.experiment.build_problem import build_problem, clients_together
 from fedllm.experiment.job import Job
 from fedllm.experiment.machine import Machine, find_machine
+from fedllm.experiment.own_parts import divide, require_all_here
 from fedllm.experiment.parties import EveryClient, Party
 from fedllm.experiment.privacy import settle
 from fedllm.experiment.recipe_data import grouped_by, settle_samples
@@ -73,19 +74,25 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1,
     task = task_of(recipe.data, dataset.classes)
     check_evaluation(recipe, task, dataset)
     parts = party.parts(recipe, dataset)
-    recipe = settle(recipe.for_clients(len(parts)), len(parts))
+    require_all_here(recipe, party)
+    count = len(parts) - recipe.federation.clients_held_out(len(parts))
+    recipe = settle(recipe.for_clients(count), count)
     backbone, model = _load_model(recipe, task, machine)
     recipe = replace(recipe, model=replace(recipe.model, head=backbone.start.setting))
     tokens = _tokenize(recipe, dataset, task, backbone, cache)
     dataset, parts, train, validation = settle_samples(dataset, parts, tokens)
+    party.require_samples(parts, recipe)
+    parts, unseen, own = divide(recipe, dataset, parts, train)
     if recipe.loss != PLAIN:
         task.set_loss(recipe.loss, task.class_counts(dataset.train, parts) if party.trains_all else None)
-    party.require_samples(parts, recipe)
     recipe = settle_samples_privacy(recipe, parts)
     local = recipe.local
     epochs = 1 if local.epochs is None and local.steps is None else local.epochs
-    batches = ClientBatches(parts, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
+    tuned = [] if local.finetune_steps is None else unseen
+    given = [*parts, *tuned]
+    batches = ClientBatches(given, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
     problem = build_problem(recipe, machine, algorithm, task, backbone, model, train, batches)
+    problem.num_clients = len(parts)
     assert recipe.federation.clients_per_round is not None
     info = round_info(
         algorithm,
@@ -99,8 +106,9 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1,
     stacked = clients_together(recipe, algorithm, problem, info, machine) if party.trains_all else 1
     options = task.options(dataset.validation, backbone.tokenizer, recipe.data.max_length)
     job = Job(
-        recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked, options
-    )
+        recipe, machine, dataset, task, backbone, model, parts, validation, algorithm, problem, info, stacked, options,
+        own,
+    )  # fmt: skip
     job.setup.require_private()
     return job
 

@@ -21,6 +21,10 @@ def check_evaluation(recipe: Recipe, task: Task, dataset: Dataset) -> None:
             f"eval.by: found '{settings.by}'{nearest(settings.by, columns)}, expected a column of the validation "
             f"split: {', '.join(columns) or 'it has none beside the samples and their labels'}"
         )
+    if settings.by_class and not task.classes:
+        raise UserError(
+            f"eval.by_class: found true, but {dataset.name} has no classes: its task is {task.describe()}; leave it out"
+        )
     if settings.samples and not task.generates:
         raise UserError(
             f"eval.samples: found {settings.samples}, but only a language model answers prompts; leave it out for "
@@ -35,8 +39,8 @@ def check_evaluation(recipe: Recipe, task: Task, dataset: Dataset) -> None:
 
 def _check_personal(recipe: Recipe) -> None:
     """Raises UserError for what only one model for all clients can give."""
-    for key, wanted in (("start", recipe.eval.start), ("by", recipe.eval.by), ("samples", recipe.eval.samples)):
-        if wanted:
+    for key in ("start", "by", "by_class", "samples"):
+        if wanted := getattr(recipe.eval, key):
             raise UserError(
                 f"eval.{key}: found {wanted}, but with deployment.keep_local each client has a model of its own; leave "
                 "it out"

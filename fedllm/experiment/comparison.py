@@ -1,4 +1,4 @@
-"""What training changed: the scores before round 1, and the scores of each value of a column."""
+"""What training changed: the scores before round 1, and the scores of each value of a column and of each class."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Scores = dict[str, float | None]
 
 
 def compare(job: Job, x: Tensor, executor: Executor, buffers: Tensor | None = None) -> dict[str, Any]:
-    """The entries of result.json that `eval.start` and `eval.by` ask for; x [d], buffers [b]: the trained model.
+    """The entries of result.json that `eval.start`, `eval.by` and `eval.by_class` ask for.
 
+    x [d], buffers [b]: the trained model.
     start: the scores before round 1. by: the column, and of each of its values the number of validation samples, the
-    final scores and, with eval.start, those before round 1.
+    final scores and, with eval.start, those before round 1. by_class: see ClassScores, of the final model.
     """
     settings = job.recipe.eval
-    if not settings.start and settings.by is None:
-        return {}
-    outputs = {"final": outputs_at(job, x, job.validation, executor, buffers)} if settings.by is not None else {}
+    outputs: dict[str, Tensor] = {}
+    if settings.by is not None or settings.by_class:
+        outputs["final"] = outputs_at(job, x, job.validation, executor, buffers)
     found: dict[str, Any] = {}
     if settings.start:
         before = job.problem.initial()
@@ -34,6 +35,8 @@ def compare(job: Job, x: Tensor, executor: Executor, buffers: Tensor | None = No
     if settings.by is not None:
         column = job.dataset.validation.columns[settings.by]
         found["by"] = {"column": settings.by, "values": _by_value(job, column, outputs)}
+    if settings.by_class:
+        found["by_class"] = job.task.by_class(outputs["final"], job.validation.targets)
     return found
 
 

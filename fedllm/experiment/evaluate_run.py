@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Column, Table
 
 from fedllm.common.console import say_all, stage
-from fedllm.common.errors import UserError
+from fedllm.common.errors import UserError, cut_name
 from fedllm.config.own_files import require_own_files
 from fedllm.data.conversations.reading import read_conversation_file
 from fedllm.data.image_decoding import decode_images
@@ -29,13 +30,15 @@ from fedllm.experiment.inference import Inference
 from fedllm.experiment.recipe_data import read_data
 from fedllm.experiment.sample_columns import image_column, text_columns
 from fedllm.experiment.trained import TrainedRun, load_trained
+from fedllm.tasks.class_scores import ClassScores
 
 
 @dataclass(frozen=True)
 class RunEvaluation:
     """The scores of a run's model. round: after which round. data: the file, or "validation split".
 
-    scores: the loss and the task's scores by name; None where one is not finite.
+    scores: the loss and the task's scores by name; None where one is not finite. by_class: see ClassScores; None where
+    the targets are no classes.
     """
 
     run: Path
@@ -43,6 +46,7 @@ class RunEvaluation:
     data: str
     samples: int
     scores: dict[str, float | None]
+    by_class: ClassScores | None = None
 
     def __str__(self) -> str:
         return f"{self.run} after round {self.round}, on {self.data}: {self.samples:,} samples"
@@ -54,6 +58,18 @@ class RunEvaluation:
             made.add_row(name, "-" if value is None else f"{value:.4f}")
         return made
 
+    def class_table(self) -> Table | None:
+        """Recall, precision and AUROC of each class as a table for the terminal; None without classes."""
+        if (found := self.by_class) is None:
+            return None
+        numbers = [Column(name, justify="right") for name in ("samples", "recall", "precision", "AUROC")]
+        made = Table(Column("class", overflow="fold"), *numbers, box=SIMPLE_HEAD)
+        rows = zip(found["names"], found["samples"], found["recall"], found["precision"], found["auroc"], strict=True)
+        for name, samples, *scores in rows:
+            cells = ["-" if value is None else f"{value:.4f}" for value in scores]
+            made.add_row(escape(cut_name(name)), f"{samples:,}", *cells)
+        return made
+
     def to_json(self) -> dict[str, Any]:
         """As `fedllm evaluate --out` writes it."""
         return {
@@ -62,6 +78,7 @@ class RunEvaluation:
             "data": self.data,
             "samples": self.samples,
             "scores": self.scores,
+            "by_class": self.by_class,
         }
 
 
@@ -94,9 +111,12 @@ def evaluate_run(
     model = Inference(run)
     with stage("evaluating", at_once=True):
         tokens = model.tokens(split)
-        scores = run.task.evaluate(model.outputs(tokens), tokens.targets)
+        outputs = model.outputs(tokens)
+        scores = run.task.evaluate(outputs, tokens.targets)
+        by_class = run.task.by_class(outputs, tokens.targets)
     finite = {name: value if math.isfinite(value) else None for name, value in scores.items()}
-    return RunEvaluation(run.folder, run.round, "validation split" if file is None else str(file), len(split), finite)
+    data = "validation split" if file is None else str(file)
+    return RunEvaluation(run.folder, run.round, data, len(split), finite, by_class)
 
 
 def _own_split(run: TrainedRun) -> tuple[Split, tuple[str, ...]]:

@@ -23,6 +23,7 @@ from fedllm.data.samples import Samples
 from fedllm.data.tokenization import Tokens
 from fedllm.experiment import sample_privacy
 from fedllm.experiment.machine import Machine
+from fedllm.experiment.own_parts import OwnParts
 from fedllm.experiment.privacy import privacy_warnings, rounds_within_budget
 from fedllm.experiment.recipe_data import template_digest
 from fedllm.experiment.sample_privacy_report import sample_warnings
@@ -43,7 +44,8 @@ class Job:
     """A recipe and all objects built from it, ready for the first step.
 
     recipe: with the model.head that was chosen, where it was "auto", and the data.image_size, where it was null.
-    options: those of the validation split's multiple-choice questions, if it has any.
+    parts: the training samples of the clients that train, without those that they hold out. options: those of the
+    validation split's multiple-choice questions, if it has any. own: the clients' own samples, if they are evaluated.
     """
 
     recipe: Recipe
@@ -59,6 +61,7 @@ class Job:
     info: RoundInfo
     stacked_clients: int
     options: Options | None = None
+    own: OwnParts | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -70,7 +73,8 @@ class Job:
         """What is likely not as the user wants it, in the data and in the recipe."""
         sizes = [len(part) for part in self.parts]
         found = privacy_warnings(self.recipe, self.info.num_clients), sample_warnings(self.recipe, sizes)
-        return (*self.dataset.warnings, *found[0], *found[1])
+        own = () if self.own is None or self.recipe.eval.per_client is None else self.own.warnings
+        return (*self.dataset.warnings, *found[0], *found[1], *own)
 
     @cached_property
     def last_round(self) -> int:

@@ -50,7 +50,7 @@ def evaluate_clients(job: Job, state: FederationState, executor: Executor) -> di
     They are weighted by the samples, like the scores of real sites."""
     began = time.perf_counter()
     rows = _own_rows(job)
-    heads = _heads(job, state, executor)
+    heads = client_heads(job, state, executor)
     found: dict[int, Scores] = {}
     for client, own in enumerate(rows):
         if len(own):
@@ -74,8 +74,8 @@ def _own_rows(job: Job) -> list[np.ndarray]:
     return [np.array([row for row in everything if values[row] in own], np.int64) for own in owned]
 
 
-def _heads(job: Job, state: FederationState, executor: Executor) -> Tensor:
-    """The clients' own coordinates [N, p], in every process."""
+def client_heads(job: Job, state: FederationState, executor: Executor) -> Tensor:
+    """The training clients' own coordinates [N, p], in every process."""
     assert job.problem.personal is not None
     clients, places = range(job.info.num_clients), job.problem.personal
     executor.fetch(state.clients)

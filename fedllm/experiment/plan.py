@@ -52,6 +52,7 @@ def plan_table(job: Job) -> Table:
         **_learned(job),
         "clients": f"{len(job.parts)}, {info.sampled} per round, {info.tracked} of them tracked",
         **(_deployment(job) if _serves(job) else _sizes(job)),
+        **({} if job.own is None else job.own.counts),
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
         **privacy_rows(job),

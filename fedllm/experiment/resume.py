@@ -101,9 +101,14 @@ def _changes(before: Mapping[str, Mapping[str, Any]], recipe: Recipe) -> _Change
         if values is not None and section not in whole
         for old in [{**defaults[section], **before.get(section, {})}]
         for key in {*values, *old}
-        if f"{section}.{key}" not in _FREE and section != "eval" and old.get(key) != values.get(key)
+        if f"{section}.{key}" not in _FREE and not _of_evaluation(section, key) and old.get(key) != values.get(key)
         if not ((section, key) in DECIDED_KEYS and values.get(key) in ("auto", None))
     }
+
+
+def _of_evaluation(section: str, key: str) -> bool:
+    """Whether a setting changes evaluations alone, so that a run may go on with another value."""
+    return key == "finetune_steps" if section == "local" else section == "eval" and key != "per_client"
 
 
 def _with_its_clients(recipe: Recipe, folder: Path) -> Recipe:

@@ -22,6 +22,7 @@ from fedllm.config.recipe import Recipe, load_recipe
 from fedllm.experiment.answers import write_answers
 from fedllm.experiment.build import ReadCache, run_folder, say_notes, with_dir
 from fedllm.experiment.checkpoints import Checkpoints
+from fedllm.experiment.client_scores import settle_own
 from fedllm.experiment.comparison import compare
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.model_card import TrainedOn, model_card
@@ -170,7 +171,7 @@ def _complete(
 def _finish(session: Session) -> RunResult:
     """Writes the adapter or the model, the answers, result.json and the plot."""
     job, x, buffers = session.job, session.state.x, session.state.buffers
-    compared = compare(job, x, session.executor, buffers)
+    compared = compare(job, x, session.executor, buffers) | settle_own(session)
     job.problem.space.scatter(job.model, x)
     if buffers is not None:
         write_statistics(job.model, buffers)

@@ -94,6 +94,15 @@ def deployable(recipe: Recipe) -> Recipe:
         raise UserError(
             f"data.max_train: found {data.max_train}, but each site trains on all of its samples; leave it out"
         )
+    for key, wanted in (
+        ("eval.per_client", recipe.eval.per_client),
+        ("federation.held_out", recipe.federation.held_out),
+    ):
+        if wanted is not None:
+            raise UserError(
+                f"{key}: found {wanted:g}, but each site trains on all samples of its file, and scores those of the "
+                "validation file in its site.yaml; leave it out"
+            )
     if data.task == CAUSAL_LM and is_template_file(str(data.template)):
         raise UserError(f"data.template: {data.template} is a file that sites do not have; name none or alpaca")
     recipe = replace(recipe, run=replace(recipe.run, checkpoint_every=1, stacked_clients=1))
@@ -202,7 +211,6 @@ class RealSites:
 
 def _require_no_validation(recipe: Recipe) -> None:
     """Raises UserError for what only a validation split at the server can give."""
-    settings = recipe.eval
-    for key, wanted in (("start", settings.start), ("by", settings.by), ("samples", settings.samples)):
-        if wanted:
+    for key in ("start", "by", "by_class", "samples"):
+        if wanted := getattr(recipe.eval, key):
             raise UserError(f"eval.{key}: found {wanted}, but the server has no validation split; leave it out")

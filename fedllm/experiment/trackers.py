@@ -7,7 +7,7 @@ import io
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,12 @@ class Trackers:
                 self._open[name] = tracker
 
     def write(self, line: dict[str, Any]) -> None:
-        """Sends every number of a line of metrics.jsonl."""
+        """Sends every number of a line of metrics.jsonl. One inside per_client has the names of its keys in its own."""
         round = line["round"]
-        numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "round"}
+        inside = dict(_flat("per_client", line.get("per_client", {})))
+        numbers = {
+            name: value for name, value in (line | inside).items() if isinstance(value, int | float) and name != "round"
+        }
         for name, tracker in list(self._open.items()):
             with self._survived(name):
                 if name != "tensorboard" and not self._is_new(name, round):
@@ -85,6 +88,14 @@ class Trackers:
         except Exception as error:
             self._open.pop(name, None)
             warn(f"run.trackers: {name} failed and is left out from here on: {type(error).__name__}: {error}")
+
+
+def _flat(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{name}/{key}", value)
+        else:
+            yield f"{name}/{key}", value
 
 
 def _tracker(name: str, folder: Path, done: int, id: str) -> GeneralTracker:

@@ -14,6 +14,7 @@ from fedllm.common.profiling import Profile, end_round, running, section
 from fedllm.config.recipe import Recipe
 from fedllm.experiment.build import ReadCache, build_together
 from fedllm.experiment.checkpoints import Checkpoints
+from fedllm.experiment.client_scores import evaluate_own
 from fedllm.experiment.evaluation import evaluate
 from fedllm.experiment.job import Job
 from fedllm.experiment.personal import evaluate_clients
@@ -27,6 +28,7 @@ from fedllm.experiment.trackers import Trackers
 from fedllm.federation.executor import Executor
 from fedllm.federation.rounds import Plan, RoundReport, run_round
 from fedllm.federation.sampling import sample
+from fedllm.results.format import round_to
 from fedllm.tasks.base import lower_is_better
 
 
@@ -43,9 +45,12 @@ class ThisMachine:
         return run_round(session.job.setup, session.state, clients, tracked, plan)
 
     def evaluate(self, session: Session) -> dict[str, Any]:
-        if session.job.problem.personal is not None:
-            return evaluate_clients(session.job, session.state, session.executor)
-        return evaluate(session.job, session.state, session.executor)
+        given = session.job, session.state, session.executor
+        began = time.perf_counter()
+        found = evaluate(*given) if session.job.problem.personal is None else evaluate_clients(*given)
+        if own := evaluate_own(session):
+            found |= {**own, "eval_seconds": round_to(time.perf_counter() - began)}
+        return found
 
 
 def train(

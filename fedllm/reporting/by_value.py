@@ -18,8 +18,9 @@ from fedllm.results.run_files import ByValue
 NAME = "by_value"
 TITLE = "By value of a column"
 CAPTION = (
-    "The final headline score of the validation samples of each value, means over seeds. Open grey: before round 1. "
-    "Of many values, those with the most samples are drawn; result.json has all."
+    "The final headline score of the validation samples of each value, or of each client's own samples where clients "
+    "are the values of a column; means over seeds. Open grey: before round 1. Of many values, those with the most "
+    "samples are drawn; result.json or client_scores.json has all."
 )
 _MOST = 40  # values that are drawn
 
@@ -60,7 +61,7 @@ def value_figure(groups: Sequence[Group]) -> Figure | None:
         axes.set_yticks(range(len(order)), [f"{short(printable(value), 28)} ({sizes[value]})" for value in order])
         axes.set_ylim(-0.8, len(order) - 0.2)
         axes.set_xlabel(metric_name(metric))
-        axes.set_ylabel(f"{short(printable(column), 28)} (validation samples)")
+        axes.set_ylabel(f"{short(printable(column), 28)} (samples)")
         axes.legend(loc="best", frameon=False)
     return figure
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from fedllm.reporting import by_value, swept_figure
+from fedllm.reporting import by_value, class_scores, client_scores, swept_figure
 from fedllm.reporting.curves import PLOTS, captions
 from fedllm.reporting.groups import Group, Target, full_name
 from fedllm.reporting.inline_svg import VARIABLES, inline_svg
@@ -32,19 +32,23 @@ _OTHERS = {
     "client_labels": _CLIENTS,
     swept_figure.NAME: (swept_figure.TITLE, swept_figure.CAPTION),
     by_value.NAME: (by_value.TITLE, by_value.CAPTION),
+    class_scores.NAME: (class_scores.TITLE, class_scores.CAPTION),
+    client_scores.NAME: (client_scores.TITLE, client_scores.CAPTION),
 }
 _ANSWERS = ("prompt", "reference", "before", "after")
 
 
 @dataclass(frozen=True)
 class Section:
-    """One data set on the page. costs: what its targets take, None without a target. figures: SVG of those of
-    curves.PLOTS, of `client_labels`, of `swept` and of `by_value`."""
+    """One data set on the page. costs: what its targets take, None without a target. clients, classes: their scores,
+    None where they are not evaluated. figures: SVG of those of curves.PLOTS and of _OTHERS."""
 
     summary: Summary
     groups: Sequence[Group]
     figures: Mapping[str, str]
     costs: Summary | None = None
+    clients: Summary | None = None
+    classes: Summary | None = None
 
 
 def page(sections: Sequence[Section], problems: Sequence[str], lacking: Sequence[str]) -> str:
@@ -61,6 +65,8 @@ def page(sections: Sequence[Section], problems: Sequence[str], lacking: Sequence
         colours={name: (light.lower(), dark.lower()) for name, (light, dark) in VARIABLES.items()},
         sections=sections,
         words=WORDS,
+        clients_note=client_scores.NOTE,
+        classes_note=class_scores.NOTE,
         figures=[_figures(section, number) for number, section in enumerate(sections)],
         answers=[_answers(section.groups) for section in sections],
         answer_headings=_ANSWERS,

@@ -28,7 +28,7 @@ class Quantity:
     heading: str
     decimals: int | None
     value: Callable[[RunRecord], float | None]
-    best: Literal["lowest", "metric"] | None = "lowest"
+    best: Literal["lowest", "highest", "metric"] | None = "lowest"
 
     def values(self, group: Group) -> list[float]:
         """The value of each seed, or none if a seed has none: a mean over some seeds alone would be biased."""
@@ -38,7 +38,7 @@ class Quantity:
 
     def lowest_is_best(self, metric: str) -> bool:
         """Whether the lowest value is the best one. metric: the headline metric."""
-        return self.best == "lowest" or lower_is_better(metric)
+        return self.best == "lowest" or (self.best == "metric" and lower_is_better(metric))
 
     def cell(self, group: Group) -> str:
         """The mean over seeds as text, with the standard deviation; a dash if a seed has no value."""

@@ -15,13 +15,13 @@ from fedllm.common.console import console, say, stage, warn
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replace_text
 from fedllm.common.schema import nearest
-from fedllm.reporting import by_value
+from fedllm.reporting import by_value, class_scores, client_scores
 from fedllm.reporting import curves as plots
 from fedllm.reporting.client_labels import client_figure, without_clients
 from fedllm.reporting.groups import Group, Target, by_task, group_runs
 from fedllm.reporting.page import Section, page
 from fedllm.reporting.style import save, svg
-from fedllm.reporting.summary import Summary, csv_text, summarise, summarise_costs
+from fedllm.reporting.summary import Summary, csv_text, summarise, summarise_classes, summarise_clients, summarise_costs
 from fedllm.reporting.swept import Panel, swept_csv, swept_panels
 from fedllm.reporting.swept_figure import NAME, swept_figure, without_swept
 from fedllm.results.names import printable
@@ -30,8 +30,10 @@ from fedllm.results.run_record import RunRecord
 from fedllm.tasks.base import require_reachable
 
 FORMATS = ("html", "md", "csv", "tex", "png", "svg")
+# Of each data set: the scores and costs, what targets take, the clients' scores and the classes'.
+Tables = tuple[list[Summary], list[Summary | None], list[Summary | None], list[Summary | None]]
 _DRAWN = {"html", "png", "svg"}
-_FIGURES = (*plots.PLOTS, "client_labels", NAME, by_value.NAME)
+_FIGURES = (*plots.PLOTS, "client_labels", NAME, by_value.NAME, class_scores.NAME, client_scores.NAME)
 _NAMES = (  # patterns of all files that a report can write; a figure of one of several data sets has its name inside
     "report.html", "summary.md", "summary.csv", "summary.tex", "swept.csv",
     *(f"{figure}{inside}.{kind}" for figure in _FIGURES for inside in ("", ".*") for kind in ("png", "svg")),
@@ -69,19 +71,22 @@ def report(
     tasks = by_task(group_runs(runs, targets))
     summaries = [summarise(groups, targets) for groups in tasks.values()]
     costs = [summarise_costs(groups, targets) for groups in tasks.values()]
-    for summary in _in_order(summaries, costs):
+    clients = [summarise_clients(groups) for groups in tasks.values()]
+    classes = [summarise_classes(groups) for groups in tasks.values()]
+    tables = (summaries, costs, clients, classes)
+    for summary in _in_order(*tables):
         _print(summary)
     try:
-        written = _write(out, formats, summaries, costs, list(tasks.values()), problems)
+        written = _write(out, formats, tables, list(tasks.values()), problems)
     except OSError as error:
         raise RunError(f"{out} could not be written: {error}") from error
     say(f"written to {out}: {_listed(written)}")
     return written
 
 
-def _in_order(summaries: Sequence[Summary], costs: Sequence[Summary | None]) -> list[Summary]:
+def _in_order(*tables: Sequence[Summary | None]) -> list[Summary]:
     """The tables of each data set, one data set after the other."""
-    return [table for pair in zip(summaries, costs, strict=True) for table in pair if table is not None]
+    return [table for of_one in zip(*tables, strict=True) for table in of_one if table is not None]
 
 
 def _listed(written: Sequence[Path]) -> str:
@@ -103,15 +108,15 @@ def _print(summary: Summary) -> None:
 def _write(
     out: Path,
     formats: Sequence[str],
-    summaries: Sequence[Summary],
-    costs: Sequence[Summary | None],
+    tables: Tables,
     tasks: Sequence[Sequence[Group]],
     problems: Sequence[str],
 ) -> list[Path]:
     """Writes the files of these formats, removes the other files of an earlier report, and returns what was written.
 
-    summaries, costs, tasks: the two tables and the groups of each data set.
+    tables, tasks: the tables and the groups of each data set.
     """
+    summaries = tables[0]
     swept = [swept_panels(groups) for groups in tasks]
     drawn, lacking = _draw(tasks, swept) if _DRAWN & {*formats} else ([{} for _ in tasks], [])
     for line in lacking:
@@ -119,19 +124,19 @@ def _write(
     out.mkdir(parents=True, exist_ok=True)
     endings = _endings([summary.task for summary in summaries])
     svgs, pictures = _render(drawn, endings, out if "png" in formats else None)
-    sections = [Section(*parts) for parts in zip(summaries, tasks, svgs, costs, strict=True)]
+    sections = [Section(*parts) for parts in zip(summaries, tasks, svgs, *tables[1:], strict=True)]
     panels = [panel for own in swept for panel in own]
     named = [
         (f"{name}{ending}.svg", text)
         for texts, ending in zip(svgs, endings, strict=True)
         for name, text in texts.items()
     ]
-    tables = _in_order(summaries, costs)
+    told = _in_order(*tables)
     texts = {
         "html": {"report.html": page(sections, problems, lacking)},
-        "md": {"summary.md": "\n".join(table.markdown() for table in tables)},
+        "md": {"summary.md": "\n".join(table.markdown() for table in told)},
         "csv": {"summary.csv": csv_text(summaries)} | ({"swept.csv": swept_csv(panels)} if panels else {}),
-        "tex": {"summary.tex": "\n".join(table.latex() for table in tables)},
+        "tex": {"summary.tex": "\n".join(table.latex() for table in told)},
         "svg": dict(named),
     }
     asked = {name: text for kind in formats for name, text in texts.get(kind, {}).items()}
@@ -188,6 +193,8 @@ def _draw(
     for groups, panels in zip(tasks, swept, strict=True):
         more = {"client_labels": client_figure(groups), NAME: swept_figure(panels)}
         more[by_value.NAME] = by_value.value_figure(groups)
+        more[class_scores.NAME] = class_scores.confusion_figure(groups)
+        more[client_scores.NAME] = client_scores.score_figure(groups)
         drawn.append(plots.figures(groups) | {name: figure for name, figure in more.items() if figure is not None})
         prefix = f"{groups[0].task}: " if len(tasks) > 1 else ""
         lacking += [

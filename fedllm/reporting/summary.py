@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedllm.common.console import console
+from fedllm.reporting.class_scores import class_quantities
+from fedllm.reporting.client_scores import client_quantities
 from fedllm.reporting.groups import Group, Target, legend
 from fedllm.reporting.quantities import (
     COSTS,
@@ -162,6 +164,23 @@ def summarise_costs(groups: Sequence[Group], targets: Sequence[Target] = ()) -> 
     caption = ["costs to the target", *(own if not targets and not apart else ())]
     note = "Bold: the lowest mean of the finished runs."
     return _summary(groups, [_RUN, *apart, *map(_column, costs)], caption, note)
+
+
+def summarise_clients(groups: Sequence[Group]) -> Summary | None:
+    """The table of the clients' scores on their own samples; None if no run of these groups has them."""
+    if not (quantities := client_quantities(groups)):
+        return None
+    metrics = [metric_name(metric) for metric in dict.fromkeys(group.metric for group in groups)]
+    caption = [f"{', '.join(metrics)} of the clients on their own samples"]
+    return _summary(groups, [_RUN, *map(_column, quantities)], caption, "Bold: the best mean of the finished runs.")
+
+
+def summarise_classes(groups: Sequence[Group]) -> Summary | None:
+    """The table of the classes' scores; None if no run of these groups has them."""
+    if not (quantities := class_quantities(groups)):
+        return None
+    note = "Bold: the best mean of the finished runs."
+    return _summary(groups, [_RUN, *map(_column, quantities)], ["scores of the classes"], note)
 
 
 def _column(quantity: Quantity) -> Column:

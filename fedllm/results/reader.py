@@ -14,10 +14,21 @@ from fedllm.algorithms import canonical_name
 from fedllm.common.errors import UserError
 from fedllm.config.recipe import OPTIONAL, own_keys, own_sections
 from fedllm.results.checks import older_start, require_agreement, require_totals
+from fedllm.results.client_scores import FILE, OfClient
 from fedllm.results.data_digests import read_digests, with_digests
 from fedllm.results.format import COSTS, LOSS, Sections, is_number, outcome, totals
 from fedllm.results.names import printable
-from fedllm.results.run_files import Answer, Clients, Costs, DamagedError, RecipeKeys, Result, RoundLine, checked
+from fedllm.results.run_files import (
+    Answer,
+    Clients,
+    ClientScores,
+    Costs,
+    DamagedError,
+    RecipeKeys,
+    Result,
+    RoundLine,
+    checked,
+)
 from fedllm.results.run_record import ClientData, RunRecord
 
 
@@ -43,6 +54,7 @@ def load_run(folder: str | Path) -> RunRecord:
             result = _so_far(rounds, recipe, start)
         partition = _read_partition(folder / "partition.json")
         answers = _read_answers(folder / "samples.jsonl") if finished else []
+        scores = _read_client_scores(folder / FILE)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{folder}: cannot be read: {error}") from error
     except RecursionError:
@@ -51,7 +63,7 @@ def load_run(folder: str | Path) -> RunRecord:
         raise UserError(f"{folder}: {error}") from None
     clients = _clients(partition) if partition else None
     digests = read_digests(folder, partition)
-    return RunRecord(folder, recipe, rounds, result, start, clients, digests, answers)
+    return RunRecord(folder, recipe, rounds, result, start, clients, digests, answers, scores)
 
 
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[RunRecord], list[str]]:
@@ -188,6 +200,14 @@ def _read_answers(path: Path) -> list[dict[str, str]]:
         except ValueError as error:
             raise DamagedError(f"{path.name}, line {number} is not JSON: {error}; damaged") from error
         found.append(checked(line, Answer, f"{path.name}, line {number}"))
+    return found
+
+
+def _read_client_scores(path: Path) -> list[OfClient]:
+    """The clients of client_scores.json, [] if the run wrote no such file."""
+    if not path.is_file():
+        return []
+    found: list[OfClient] = checked(_read_json(path), ClientScores, path.name)["clients"]
     return found
 
 

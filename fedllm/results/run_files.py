@@ -8,6 +8,7 @@ from typing import Annotated, Any, NotRequired
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one up to Python 3.11
 
+from fedllm.results.client_scores import OfClient
 from fedllm.results.format import COSTS
 
 _LARGEST = 10**300  # larger numbers could overflow when averaged or plotted
@@ -56,9 +57,27 @@ class Costs(TypedDict):
     simulated_seconds: Cost
 
 
+class OwnScores(TypedDict):
+    """Scores of some clients on their own samples: score -> how it is spread, see client_scores.Spread. finetuned: of
+    the clients' fine-tuned copies."""
+
+    clients: Count
+    samples: Count
+    scores: dict[str, dict[str, Number | None]]
+    finetuned: NotRequired[dict[str, dict[str, Number | None]]]
+
+
+class PerClient(TypedDict):
+    """Those of the clients that train, and of those that never do."""
+
+    training: NotRequired[OwnScores]
+    held_out: NotRequired[OwnScores]
+
+
 class RoundLine(Costs, extra_items=Score):  # type: ignore[call-arg]  # PEP 728, which mypy does not know yet
     """A line of metrics.jsonl. Every other key is a score of an evaluation, or its loss. missing, sites: of real sites,
-    those that have not answered, and the scores of each on its own samples."""
+    those that have not answered, and the scores of each on its own samples. per_client: the spread of the clients'
+    scores on their own samples."""
 
     round: Whole
     rejected: Annotated[dict[str, Any], Field(description="a reason for each client")]
@@ -76,6 +95,7 @@ class RoundLine(Costs, extra_items=Score):  # type: ignore[call-arg]  # PEP 728,
     noise_ratio: NotRequired[Any]
     missing: NotRequired[Any]
     sites: NotRequired[Any]
+    per_client: NotRequired[Annotated[PerClient, Field(description="the spread of the clients' scores")]]
 
 
 class Best(TypedDict):
@@ -98,6 +118,26 @@ class ByValue(TypedDict):
 
     column: str
     values: dict[str, OfValue]
+
+
+class OfClasses(TypedDict):
+    """The scores of each class on the validation split, see tasks.class_scores.ClassScores."""
+
+    names: list[str]
+    samples: list[Count]
+    recall: list[Number | None]
+    precision: list[Number | None]
+    auroc: list[Number | None]
+    balanced_accuracy: Number | None
+    macro_auroc: Number | None
+    confusion: list[list[Count]]
+
+
+class ClientScores(TypedDict):
+    """client_scores.json. round: the last evaluated one."""
+
+    round: Whole
+    clients: Annotated[list[OfClient], Field(description="the scores of each client")]
 
 
 class Answer(TypedDict):
@@ -134,6 +174,7 @@ class Result(TypedDict):
     client_memory_bytes: NotRequired[Any]
     start: NotRequired[Annotated[dict[str, Number | None], Field(description="a number for each metric")]]
     by: NotRequired[Annotated[ByValue, Field(description="a column and the scores of its values")]]
+    by_class: NotRequired[Annotated[OfClasses, Field(description="the scores of each class")]]
 
 
 class Clients(TypedDict):

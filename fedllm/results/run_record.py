@@ -7,9 +7,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from fedllm.results.client_scores import OfClient
 from fedllm.results.format import Axis, Sections, compared, is_number, settings_key
 from fedllm.results.names import printable
-from fedllm.results.run_files import ByValue, Result
+from fedllm.results.run_files import ByValue, OfValue, PerClient, Result
 
 DATA_FILES = (("data", "train"), ("data", "validation"))
 MADE_WITH = (("machine", "precision"), ("versions", "fedllm"))
@@ -37,7 +38,7 @@ class RunRecord:
     recipe: the sections of recipe.yaml. rounds: the lines of metrics.jsonl. result: result.json; for an unfinished run
     the same keys, computed from the rounds so far. start: COSTS before round 1. clients: None if there is no
     partition.json. data: sha256 of the splits "training" and "validation"; {} if unknown. answers: the lines of
-    samples.jsonl.
+    samples.jsonl. client_scores: each client's scores on its own samples, of client_scores.json.
     """
 
     folder: Path
@@ -48,11 +49,24 @@ class RunRecord:
     clients: ClientData | None = None
     data: dict[str, str] = field(default_factory=dict)
     answers: list[dict[str, str]] = field(default_factory=list)
+    client_scores: list[OfClient] = field(default_factory=list)
 
     @property
     def by(self) -> ByValue | None:
-        """The scores of each value of a column (see comparison.compare), if the run has them."""
-        return self.result.get("by")
+        """The scores of each value of a column (see comparison.compare), if the run has them; or else of each client on
+        its own samples, where clients are the values of a column."""
+        if "by" in self.result or not any(each["name"] for each in self.client_scores):
+            return self.result.get("by")
+        values: dict[str, OfValue] = {
+            str(each["name"]): {"samples": each["samples"], "final": each["scores"]} for each in self.client_scores
+        }
+        return {"column": str(self.recipe["partition"].get("column")), "values": values}
+
+    @property
+    def per_client(self) -> PerClient:
+        """How the clients' scores were spread at the last evaluation; {} if clients are not evaluated."""
+        none: PerClient = {}
+        return next((line["per_client"] for line in reversed(self.rounds) if "per_client" in line), none)
 
     @property
     def key(self) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedllm.data.conversations.options import Options
     from fedllm.data.loading import Split
     from fedllm.data.samples import Samples
+    from fedllm.tasks.class_scores import ClassScores
     from fedllm.tasks.heads import Head
     from fedllm.tasks.loss_settings import LossSettings
 
@@ -95,6 +96,14 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """The mean loss, named LOSS, and then `metric_names` of n samples: outputs [n, L], targets [n], on the CPU."""
+
+    def evaluate_parts(self, outputs: Tensor, targets: Tensor, parts: Sequence[np.ndarray]) -> list[dict[str, float]]:
+        """What `evaluate` gives for each of several parts of the n samples, as indices."""
+        return [self.evaluate(outputs[part], targets[part]) for part in parts]
+
+    def by_class(self, outputs: Tensor, targets: Tensor) -> ClassScores | None:
+        """The scores of each class, and the confusion matrix, of n samples; None where targets are no classes."""
+        return None
 
     def choose(self, outputs: Tensor, options: Options) -> dict[str, float]:
         """The scores of multiple-choice questions, by the outputs [n, L] of their n options."""

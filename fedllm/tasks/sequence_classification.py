@@ -15,6 +15,7 @@ from fedllm.data.loading import Split
 from fedllm.data.tokenization import Tokens, tokenize
 from fedllm.tasks.base import LOSS, Task
 from fedllm.tasks.class_loss import ClassLoss
+from fedllm.tasks.class_scores import ClassScores, class_scores
 from fedllm.tasks.heads import sequence_head
 from fedllm.tasks.loss_settings import LossSettings
 from fedllm.tasks.metrics import METRICS, NO_ANSWER, Scores, TaskMetric
@@ -46,6 +47,16 @@ class Classification(Task):
     def evaluate(self, outputs: Tensor, targets: Tensor) -> Scores:
         loss = float(F.cross_entropy(outputs, targets))
         return {LOSS: loss, **_scores(self._metric, predicted_classes(outputs), targets)}
+
+    def evaluate_parts(self, outputs: Tensor, targets: Tensor, parts: Sequence[np.ndarray]) -> list[Scores]:
+        """The metric's own function gives the same numbers as TaskMetric, without its 15 ms for each part."""
+        predicted, labels, score = predicted_classes(outputs), targets.cpu().numpy(), METRICS[self._metric][1]
+        losses = F.cross_entropy(outputs, targets, reduction="none")
+        return [{LOSS: float(losses[part].mean()), **score(predicted[part], labels[part])} for part in parts]
+
+    def by_class(self, outputs: Tensor, targets: Tensor) -> ClassScores:
+        probabilities = F.softmax(outputs.double(), dim=1)
+        return class_scores(self.classes, predicted_classes(outputs), probabilities, targets.cpu().numpy())
 
     def predictions(self, outputs: Tensor) -> list[Any]:
         return [None if index == NO_ANSWER else self.classes[index] for index in predicted_classes(outputs)]

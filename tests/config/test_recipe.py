@@ -278,7 +278,7 @@ def test_no_alias_is_a_key_and_every_one_is_in_the_help() -> None:
 def test_a_section_of_an_earlier_version_has_the_keys_of_this_one() -> None:
     new = {"seed": 1, "stacked_clients": 3}
     assert own_keys("run", {"seed": 1, "cohort": 3}) == own_keys("run", new) == new
-    assert own_keys("federation", {"cohort": 3}) == {"sampling": "fixed", "cohort": 3}
+    assert own_keys("federation", {"cohort": 3}) == {"sampling": "fixed", "held_out": None, "cohort": 3}
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:

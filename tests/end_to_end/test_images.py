@@ -138,3 +138,14 @@ def test_mistakes_end_with_exit_code_2(
     errors = capsys.readouterr().err
     assert said in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [(), ALL_WEIGHTS], ids=["adapters", "all weights"])
+def test_every_client_is_evaluated_on_its_own_images(images: Path, tmp_path: Path, overrides: Sequence[str]) -> None:
+    words = ["eval.per_client=0.3", "local.finetune_steps=2", "federation.held_out=1", "federation.rounds=1"]
+    assert run(images, tmp_path / "run", *overrides, *words) == 0
+    clients = json.loads((tmp_path / "run" / "client_scores.json").read_text())["clients"]
+    assert [each["trains"] for each in clients] == [True] * 5 + [False]
+    assert all({"accuracy", "eval_loss"} <= each[kind].keys() for each in clients for kind in ("scores", "finetuned"))
+    assert any(each["scores"]["eval_loss"] != each["finetuned"]["eval_loss"] for each in clients)

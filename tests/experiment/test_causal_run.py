@@ -214,3 +214,16 @@ def test_clients_over_a_quantised_base_train_together_as_one_by_one(causal: Path
     moved = ends[1] - built.problem.initial()
     assert moved.norm() > 0.01
     assert (ends[0] - ends[1]).norm() < 1e-4 * moved.norm()
+
+
+@pytest.mark.slow
+def test_every_client_is_evaluated_on_its_own_conversations(causal: Path, tmp_path: Path) -> None:
+    """Before and after fine-tuning, by the tokens that it learns; the loss of all is the mean over all tokens."""
+    words = ["eval={per_client: 0.25, start: false, by: null, samples: 0}", "local.finetune_steps=4"]
+    folder = run_recipe(causal / "recipe.yaml", [*words, "federation.rounds=2"], tmp_path / "run").folder
+    clients = json.loads((folder / "client_scores.json").read_text())["clients"]
+    assert [each["name"] for each in clients] == sorted(ANIMALS)
+    for each in clients:
+        for kind in ("scores", "finetuned"):
+            assert each[kind]["perplexity"] == pytest.approx(math.exp(each[kind]["eval_loss"]))
+        assert each["finetuned"]["eval_loss"] < each["scores"]["eval_loss"], "the response is the client's own act"

@@ -9,6 +9,7 @@ from jobs import job
 
 from fedllm import run_recipe
 from fedllm.common.errors import UserError
+from fedllm.experiment.evaluate_run import evaluate_run
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,31 @@ def test_the_scores_at_the_start_and_of_each_value(tiny: Path, marked: list[str]
     ).result
     assert result["start"]["eval_loss"] == pytest.approx(before["final"]["eval_loss"], rel=1e-5)
     assert result["start"]["eval_loss"] != pytest.approx(result["final"]["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_scores_of_each_class(tiny: Path, marked: list[str], tmp_path: Path) -> None:
+    """In result.json those of the final model, and the same from `fedllm evaluate`."""
+    result = run_recipe(tiny / "recipe.yaml", [*marked, "eval.by_class=true"], tmp_path / "run").result
+    found = result["by_class"]
+    assert found["names"] == ["0", "1"]
+    assert found["samples"] == [20, 20]
+    assert sum(map(sum, found["confusion"])) == 40
+    right = sum(found["confusion"][c][c] for c in range(2))
+    assert right / 40 == pytest.approx(result["final"]["accuracy"])
+    again = evaluate_run(tmp_path / "run")
+    assert again.by_class is not None
+    assert again.by_class["confusion"] == found["confusion"]
+    assert again.by_class["macro_auroc"] == pytest.approx(found["macro_auroc"], abs=1e-6)
+    table = again.class_table()
+    assert table is not None
+    assert table.row_count == 2
+    assert again.to_json()["by_class"] == again.by_class
+
+
+def test_a_regression_has_no_classes(tiny: Path, marked: list[str]) -> None:
+    with pytest.raises(UserError, match=r"eval.by_class: found true, but .* has no classes: its task is a regression"):
+        job(tiny, *marked, "eval.by_class=true", "data.regression=true")
 
 
 @pytest.mark.parametrize(
