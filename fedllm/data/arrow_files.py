@@ -6,9 +6,11 @@ neither, and it pads short rows without an error.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,35 @@ from fedllm.common.errors import cut_name
 Columns = dict[str, list[Any]]
 _MISSING = {"NA", "N/A", "NULL", "null"}  # texts that mean a missing number
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+BYTE_ORDER_MARK = "\ufeff"
 _WRONG_WIDTH = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+)")
 
 
-def read_csv(path: Path, text: Sequence[str], label: str) -> Columns:
+@dataclass(frozen=True)
+class CsvForm:
+    """How CSV and TSV files are written. encoding: as Python names it. delimiter: None is a comma, or in .tsv a tab."""
+
+    encoding: str = "utf-8"
+    delimiter: str | None = None
+
+    def separator(self, path: Path) -> str:
+        """The character between cells."""
+        return self.delimiter or separator(path)
+
+
+PLAIN_CSV = CsvForm()
+
+
+def read_csv(path: Path, text: Sequence[str], label: str, form: CsvForm = PLAIN_CSV) -> Columns:
     """The columns of a CSV or TSV file; see tables.read_table. Raises ValueError or UnicodeDecodeError."""
     content = path.read_bytes()
-    decoded = content.decode("utf-8")  # before pyarrow, so that the error names the byte
-    require_separator(decoded.partition("\n")[0], separator(path))
-    table = _parse_csv(content, path, text)
-    if path.suffix.lower() == ".tsv":
+    decoded = content.decode(form.encoding)  # before pyarrow, so that the error names the byte
+    if codecs.lookup(form.encoding).name != "utf-8":
+        content = decoded.removeprefix(BYTE_ORDER_MARK).encode()
+    require_separator(decoded.partition("\n")[0], form.separator(path), "set data.delimiter, or ")
+    options = csv_options(form.separator(path), text)
+    table = _parse_csv(content, options)
+    if form.separator(path) == "\t":
         require_closed_quotes(table)
     columns, numbers = _columns(table), _numeric(table)
     for name, values in columns.items():
@@ -39,30 +60,33 @@ def read_csv(path: Path, text: Sequence[str], label: str) -> Columns:
             columns[name] = [None if value in _MISSING else value for value in values]
     if not numbers:
         return columns
-    written = _parse_csv(content, path, numbers)
+    written = _parse_csv(content, csv_options(form.separator(path), numbers))
     # Different ids can be equal as numbers: 7 and 007; 1.1 and 1.10; ids of 20 digits, which are read as floats.
     floats = {name for name in numbers if name != label and pa.types.is_floating(table[name].type)}
     ids = (name for name in numbers if name in floats or _has_needless_zero(written[name]))
     return columns | {name: written[name].to_pylist() for name in ids}
 
 
-def _parse_csv(content: bytes, path: Path, text: Sequence[str]) -> pa.Table:
-    """Parses a CSV. Columns in `text` are read as text, the others as numbers, dates or text by their cells."""
+def _parse_csv(content: bytes, options: CsvOptions) -> pa.Table:
+    """Parses a CSV. Columns without a type in the options are read as numbers, dates or text by their cells."""
     try:
         return pa_csv.read_csv(
             pa.BufferReader(content),
             # One block, because a column's type depends on all its rows. One thread, because errors then name the row.
             pa_csv.ReadOptions(block_size=min(len(content) + 1, 2**31 - 1), use_threads=False),
-            *csv_options(path, text),
+            *options,
         )
     except pa.ArrowInvalid as error:
         raise ValueError(without_cells(str(error))) from error
 
 
-def csv_options(path: Path, text: Sequence[str]) -> tuple[pa_csv.ParseOptions, pa_csv.ConvertOptions]:
+CsvOptions = tuple[pa_csv.ParseOptions, pa_csv.ConvertOptions]
+
+
+def csv_options(separator: str, text: Sequence[str]) -> CsvOptions:
     """How a CSV or TSV file is read: columns in `text` as text, an unquoted empty cell as None."""
     return (
-        pa_csv.ParseOptions(delimiter=separator(path), newlines_in_values=True),
+        pa_csv.ParseOptions(delimiter=separator, newlines_in_values=True),
         pa_csv.ConvertOptions(
             column_types=dict.fromkeys(text, pa.string()),
             null_values=[""],
@@ -87,15 +111,15 @@ def separator(path: Path) -> str:
     return "\t" if path.suffix.lower() == ".tsv" else ","
 
 
-def require_separator(header: str, separator: str) -> None:
-    """Raises ValueError for a header that has another separator in place of the expected one."""
+def require_separator(header: str, separator: str, remedy: str = "") -> None:
+    """Raises ValueError for a header that has another separator than the expected one. remedy: what helps, too."""
     other = max(_SEPARATORS, key=header.count)
     if separator in header or other not in header:
         return
     advice = {",": ", or name it .csv", "\t": ", or name it .tsv"}.get(other, "")
+    wanted = _SEPARATORS.get(separator, repr(separator))
     raise ValueError(
-        f"its columns are separated by {_SEPARATORS[other]}, expected {_SEPARATORS[separator]}; save it with "
-        f"{_SEPARATORS[separator]}{advice}"
+        f"its columns are separated by {_SEPARATORS[other]}, expected {wanted}; {remedy}save it with {wanted}{advice}"
     )
 
 

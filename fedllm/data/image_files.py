@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedllm.common.errors import UserError
+from fedllm.data.arrow_files import PLAIN_CSV, CsvForm
 from fedllm.data.tables import Table, read_table
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 
-def read_image_table(path: Path, image: str, label: str) -> Table:
+def read_image_table(path: Path, image: str, label: str, form: CsvForm = PLAIN_CSV) -> Table:
     """A table file, or a folder with one folder of images per class as the columns `image`, `label` and file.
 
     The images of a folder are named by path; they are not opened. Raises UserError as tables.read_table.
     """
     if not path.is_dir():
-        return read_table(path, label=label)
+        return read_table(path, label=label, form=form)
     files = sorted(file for folder in _class_folders(path) for file in folder.iterdir() if _is_image(file))
     if not files:
         raise UserError(f"{path}: expected one folder per class with images in it ({', '.join(SUFFIXES)}), found none")

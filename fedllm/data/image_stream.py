@@ -11,6 +11,7 @@ import numpy as np
 
 from fedllm.common.errors import UserError
 from fedllm.data import row_stream
+from fedllm.data.arrow_files import PLAIN_CSV, CsvForm
 from fedllm.data.image_decoding import check_image, decode_image, place
 from fedllm.data.image_files import SUFFIXES, images_below
 from fedllm.data.row_stream import Chunk
@@ -22,21 +23,22 @@ _MOST_BYTES = 2**26  # of the decoded images of a chunk, where one image alone h
 @dataclass(frozen=True)
 class ImageColumn:
     """Where the images of a file are. name: their column. folder: what their paths begin at. size: the side in pixels
-    to which they are resized."""
+    to which they are resized. form: how a CSV file is written."""
 
     name: str
     folder: Path
     size: int
+    form: CsvForm = PLAIN_CSV
 
     @classmethod
-    def of(cls, file: Path, column: str, size: int) -> ImageColumn:
+    def of(cls, file: Path, column: str, size: int, form: CsvForm = PLAIN_CSV) -> ImageColumn:
         """The images of a table, in `column`, or of a folder, which has the one column `FILE`."""
-        return cls(FILE, file, size) if file.is_dir() else cls(column, file.parent, size)
+        return cls(FILE, file, size) if file.is_dir() else cls(column, file.parent, size, form)
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
         """The rows of a table, or the images in a folder and below it, in their order. Raises UserError."""
         most = max(1, min(row_stream.CHUNK, _MOST_BYTES // (3 * self.size**2)))
-        for chunk in _folder(file) if file.is_dir() else row_stream.read_chunks(file):
+        for chunk in _folder(file) if file.is_dir() else row_stream.read_chunks(file, self.form):
             for begin in range(0, len(chunk.records), most):
                 rows = slice(begin, begin + most)
                 table = None if chunk.table is None else chunk.table.slice(begin, most)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedllm.common.errors import UserError, cut_name, listed
+from fedllm.data.row_choice import class_name
 from fedllm.data.tables import Table
 
 KEY = "data.label"
@@ -44,7 +45,7 @@ class Coding:
             expected = f"a class from 0 to {len(self.names) - 1} (data sets mark unlabelled rows by -1)"
         else:
             ids = {name: index for index, name in enumerate(self.names)}
-            codes = [ids.get(_class_name(v)) for v in values]
+            codes = [ids.get(class_name(v)) for v in values]
             names = ", ".join(map(cut_name, self.names[:20])) + (", ..." if len(self.names) > 20 else "")
             expected = f"a class of the training split: {names}"
         if None in codes:
@@ -73,8 +74,8 @@ def learn_coding(table: Table, label: str, regression: bool | None = None) -> Co
     fractions = [row for row, value in enumerate(values, 1) if not _is_whole(value)] if numeric else []
     if regression or (regression is None and fractions):
         return Coding((), doubts=() if regression else _few_fractions(where, values, fractions))
-    names = tuple(map(_class_name, sorted(set(values))))
-    for row, name in enumerate(map(_class_name, values), 1):
+    names = tuple(map(class_name, sorted(set(values))))
+    for row, name in enumerate(map(class_name, values), 1):
         if not name.strip() or name.encode("utf-8", "replace").decode() != name:
             raise UserError(
                 f"{where}, row {row}: found {cut_name(repr(name))}, expected a class's name in readable text"
@@ -102,7 +103,7 @@ def encode_as(
     if declared := table.classes.get(label):
         values = [declared[v] if type(v) is int and 0 <= v < len(declared) else v for v in values]
     ids = {name: index for index, name in enumerate(names)}
-    codes = [ids.get(_class_name(value)) for value in values]
+    codes = [ids.get(class_name(value)) for value in values]
     if all(code is None for code in codes) and all(type(v) is int and 0 <= v < len(names) for v in values):
         note = f"{table.source}, column '{label}': its numbers are taken for ids, 0 = '{cut_name(names[0])}'"
         return np.array(values, np.int64), (note,)
@@ -133,8 +134,3 @@ def _few_fractions(where: str, values: list[Any], fractions: list[int]) -> tuple
         f"{where}: {len(fractions):,} of {len(values):,} labels are not whole numbers, the first is {values[row - 1]} "
         f"in row {row}, so this is a regression; for classes, correct them or set data.regression=false",
     )
-
-
-def _class_name(value: Any) -> str:
-    """The class name of a label. 1, 1.0 and "1" are one class, because the splits may differ in file format."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

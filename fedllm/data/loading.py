@@ -25,6 +25,7 @@ from fedllm.data.known_datasets import KNOWN_DATASETS, label_column, text_column
 from fedllm.data.known_images import KnownImages, image_columns, known_images, reads_images
 from fedllm.data.labels import Coding, learn_coding
 from fedllm.data.review import review
+from fedllm.data.row_choice import csv_form, prepared
 from fedllm.data.setting_checks import check_settings
 from fedllm.data.settings import CAUSAL_LM
 from fedllm.data.split import Split as Split
@@ -122,6 +123,8 @@ def encode_tables(
     progress: ProgressCallback | None = None,
 ) -> EncodedTables:
     """The samples of the tables. Classes are learned from the table "train", if nothing declares them."""
+    columns = sample_columns(settings)
+    tables = {role: prepared(settings, table, *columns) for role, table in tables.items()}
     notes = [note for table in tables.values() for note in table.notes]
     coding, groups = Coding(()), tuple[str, ...]()
     if settings.task == CAUSAL_LM:
@@ -153,6 +156,16 @@ def _read_tables(
     return tables
 
 
+def sample_columns(settings: DataSettings) -> tuple[tuple[str, ...], str]:
+    """The columns of a sample, and that of its label. Conversations are read from columns that their table decides."""
+    if settings.task == CAUSAL_LM:
+        return (), ""
+    if reads_images(settings):
+        image, label = image_columns(settings)
+        return (image,), label
+    return text_columns(settings), label_column(settings)
+
+
 def table_reader(settings: DataSettings) -> Reader:
     """The function that reads a table with the columns of the settings."""
     text, label = text_columns(settings), label_column(settings)
@@ -160,8 +173,8 @@ def table_reader(settings: DataSettings) -> Reader:
         text, label = TEXT_COLUMNS + named_columns(settings), ""
     if reads_images(settings):
         image, label = image_columns(settings)
-        return partial(read_image_table, image=image, label=label)
-    return partial(read_table, text=text, label=label)
+        return partial(read_image_table, image=image, label=label, form=csv_form(settings))
+    return partial(read_table, text=text, label=label, form=csv_form(settings))
 
 
 def _labelled_splits(

@@ -19,11 +19,13 @@ import pyarrow.parquet as pa_parquet
 from fedllm.common.errors import UserError, listed
 from fedllm.common.schema import nearest
 from fedllm.data.arrow_files import (
+    BYTE_ORDER_MARK,
+    PLAIN_CSV,
+    CsvForm,
     csv_options,
     require_closed_quotes,
     require_distinct,
     require_separator,
-    separator,
     without_cells,
 )
 
@@ -70,12 +72,12 @@ class TableOutline:
     names: tuple[str, ...]
 
 
-def outline(path: Path, text: Sequence[str]) -> TableOutline:
+def outline(path: Path, text: Sequence[str], form: CsvForm = PLAIN_CSV) -> TableOutline:
     """Reads a whole table once and checks that its columns `text` are texts.
 
     Raises UserError for a file that does not parse or has no rows, a missing column, and a value that is no text.
     """
-    return outline_of(path, read_chunks(path), dict.fromkeys(text, "--text"), Chunk.texts)
+    return outline_of(path, read_chunks(path, form), dict.fromkeys(text, "--text"), Chunk.texts)
 
 
 def outline_of(
@@ -102,21 +104,21 @@ def outline_of(
     return TableOutline(rows, tuple(names))
 
 
-def read_chunks(path: Path) -> Iterator[Chunk]:
+def read_chunks(path: Path, form: CsvForm = PLAIN_CSV) -> Iterator[Chunk]:
     """The rows of a .csv, .tsv, .json, .jsonl or .parquet file, in order, CHUNK at a time.
 
-    JSON: one object per line, or one list of objects, which is read whole. Raises UserError for a file that does not
-    parse.
+    CSV: written as `form` says. JSON: one object per line, or one list of objects, which is read whole. Raises
+    UserError for a file that does not parse.
     """
     first = 1
     try:
-        for records, table in _READERS[path.suffix.lower()](path):
+        for records, table in _READERS[path.suffix.lower()](path, form):
             yield Chunk(str(path), first, records, table)
             first += len(records)
     except UserError:
         raise
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text; save it as UTF-8") from error
+        raise UserError(f"{path}: not {form.encoding} text; save it as {form.encoding}") from error
     except RecursionError as error:
         raise UserError(f"{path}: not a readable {path.suffix} file: its values nest too deeply") from error
     except (ValueError, OSError, pa.ArrowException) as error:
@@ -126,38 +128,38 @@ def read_chunks(path: Path) -> Iterator[Chunk]:
 _Rows = Iterator[tuple[list[Record], pa.Table | None]]
 
 
-def _read_csv(path: Path) -> _Rows:
-    with path.open(encoding="utf-8-sig") as file:
-        require_separator(file.readline(), separator(path))
+def _read_csv(path: Path, form: CsvForm) -> _Rows:
+    with path.open(encoding=form.encoding) as file:
+        require_separator(file.readline().removeprefix(BYTE_ORDER_MARK), form.separator(path))
     try:
-        names = _open_csv(path, ()).schema.names
+        names = _open_csv(path, (), form).schema.names
         require_distinct(names)
-        reader = _open_csv(path, names)
+        reader = _open_csv(path, names, form)
         rows = 0
         for batch in reader:
-            if path.suffix.lower() == ".tsv":
+            if form.separator(path) == "\t":
                 require_closed_quotes(pa.Table.from_batches([batch]), rows)
             rows += batch.num_rows
             for start in range(0, batch.num_rows, CHUNK):
                 yield batch.slice(start, CHUNK).to_pylist(), None
     except pa.ArrowInvalid as error:
         if "invalid UTF8" in str(error):
-            raise ValueError("not UTF-8 text; save it as UTF-8") from error
+            raise ValueError(f"not {form.encoding} text; save it as {form.encoding}") from error
         if "straddling" in str(error):
             raise ValueError(f"a row has more than {_BLOCK // 2**20} MiB, or a quote is not closed") from error
         raise ValueError(without_cells(str(error))) from error
 
 
-def _open_csv(path: Path, names: Sequence[str]) -> pa_csv.CSVStreamingReader:
+def _open_csv(path: Path, names: Sequence[str], form: CsvForm) -> pa_csv.CSVStreamingReader:
     """A reader of cells as text: an unquoted empty cell is None."""
     return pa_csv.open_csv(
         path,
-        pa_csv.ReadOptions(block_size=_BLOCK, use_threads=False),
-        *csv_options(path, names),
+        pa_csv.ReadOptions(block_size=_BLOCK, use_threads=False, encoding=form.encoding),
+        *csv_options(form.separator(path), names),
     )
 
 
-def _read_json(path: Path) -> _Rows:
+def _read_json(path: Path, _: CsvForm) -> _Rows:
     with path.open(encoding="utf-8-sig") as file:
         while (mark := file.read(1)).isspace():
             pass
@@ -188,14 +190,14 @@ def _objects(found: Iterable[Any]) -> Iterator[Record]:
         yield record
 
 
-def _read_parquet(path: Path) -> _Rows:
+def _read_parquet(path: Path, _: CsvForm) -> _Rows:
     with pa_parquet.ParquetFile(path) as file:
         require_distinct(file.schema_arrow.names)
         for batch in file.iter_batches(CHUNK):
             yield batch.to_pylist(), pa.Table.from_batches([batch])
 
 
-_READERS: dict[str, Callable[[Path], _Rows]] = {
+_READERS: dict[str, Callable[[Path, CsvForm], _Rows]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".json": _read_json,

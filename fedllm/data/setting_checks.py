@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import TYPE_CHECKING
 
 from fedllm.common.errors import UserError
@@ -33,6 +34,8 @@ def check_settings(settings: DataSettings) -> None:
         raise UserError(f"data.text={settings.text}: '{label}' is the label column; expected columns of text")
     if settings.regression is not None and settings.name in KNOWN_DATASETS:
         raise UserError(f"data.regression={settings.regression}: '{settings.name}' says itself; leave it out")
+    _check_csv(settings)
+    _check_rows(settings, known=settings.name in KNOWN_DATASETS or known_images(settings) is not None)
     if not 0 < settings.holdout < 1:
         raise UserError(f"data.holdout={settings.holdout}: expected a fraction between 0 and 1")
     known = KNOWN_DATASETS.get(settings.name or "")
@@ -51,3 +54,34 @@ def check_settings(settings: DataSettings) -> None:
     for key, limit in (("max_train", settings.max_train), ("max_validation", settings.max_validation)):
         if limit is not None and limit < 1:
             raise UserError(f"data.{key}={limit}: expected at least 1, or null for all")
+
+
+def _check_csv(settings: DataSettings) -> None:
+    try:
+        is_text = codecs.lookup(settings.encoding)._is_text_encoding
+    except LookupError:
+        is_text = False
+    if not is_text:
+        raise UserError(
+            f"data.encoding={settings.encoding}: no known encoding of text, expected for example utf-8 or cp1252"
+        )
+    mark = settings.delimiter
+    if mark is not None and (len(mark) != 1 or not mark.isascii() or mark in '"\r\n'):
+        raise UserError(
+            f"data.delimiter={mark!r}: expected one ASCII character between cells, for example ';', and no quote or "
+            "line end"
+        )
+
+
+def _check_rows(settings: DataSettings, known: bool) -> None:
+    if settings.drop_missing and settings.task == CAUSAL_LM:
+        raise UserError("data.drop_missing: is for labelled texts and images, found conversations; leave it out")
+    if settings.label_map is None:
+        return
+    if settings.task == CAUSAL_LM or settings.regression or known:
+        what = (
+            "conversations" if settings.task == CAUSAL_LM else "a regression" if settings.regression else settings.name
+        )
+        raise UserError(f"data.label_map: is for the classes of your own files, found {what}; leave it out")
+    if not settings.label_map:
+        raise UserError("data.label_map: found {}, expected {old: new}, or null")

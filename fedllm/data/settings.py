@@ -49,6 +49,14 @@ class DataSettings:
         None,
         "all classes in the order of their ids; null = as the data declare them, else their labels, sorted",
     )
+    label_map: dict[str, str] | None = setting(
+        None, "new names of labels, {old: new}; several old ones may get one new name, the others keep theirs"
+    )
+    drop_missing: bool = setting(False, "leave out rows without a text, image or label, and say how many")
+    encoding: str = setting("utf-8", "encoding of CSV files, for example cp1252 or utf-16")
+    delimiter: str | None = setting(
+        None, "character between the cells of CSV files; null = a comma, and a tab in .tsv files"
+    )
     regression: bool | None = setting(None, "labels are numbers, not classes; null = where they are not all whole")
     strip: list[Literal["headers", "footers", "quotes"]] | None = setting(
         None, "parts removed from the messages of 20newsgroups; [] = none, null = all three"

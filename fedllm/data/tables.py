@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from fedllm.common.errors import UserError, listed
 from fedllm.common.schema import nearest
-from fedllm.data.arrow_files import Columns, declared_classes, read_csv, read_parquet
+from fedllm.data.arrow_files import PLAIN_CSV, Columns, CsvForm, declared_classes, read_csv, read_parquet
 from fedllm.data.repeats import comparable
 
 
@@ -75,12 +75,12 @@ class Table:
         return values
 
 
-def read_table(path: Path, text: Sequence[str] = (), label: str = "") -> Table:
+def read_table(path: Path, text: Sequence[str] = (), label: str = "", form: CsvForm = PLAIN_CSV) -> Table:
     """Reads a .csv, .tsv, .json, .jsonl or .parquet file, or a folder with one folder of .txt files per class.
 
-    CSV: UTF-8 with a header line. An unquoted empty cell is a missing value, and so is NA in a column of numbers. A
-    column of numbers is read as text in three cases: `text` names it; a cell has a leading zero (007), as ids have; or
-    it has fractions and is not the `label`, because 1.1 and 1.10 may be two ids.
+    CSV: written as `form` says, with a header line. An unquoted empty cell is a missing value, and so is NA in a column
+    of numbers. A column of numbers is read as text in three cases: `text` names it; a cell has a leading zero (007), as
+    ids have; or it has fractions and is not the `label`, because 1.1 and 1.10 may be two ids.
     JSON: one object per line, or one list of objects.
     Raises UserError for an unknown kind of file, a file that does not parse, or a file without rows.
     """
@@ -94,9 +94,11 @@ def read_table(path: Path, text: Sequence[str] = (), label: str = "") -> Table:
     if not path.stat().st_size:
         raise UserError(f"{path}: the file is empty")
     try:
-        columns, classes = reader(path, text, label), declared_classes(path)
+        columns, classes = reader(path, text, label, form), declared_classes(path)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+        is_csv = path.suffix.lower() in (".csv", ".tsv")
+        encoding, remedy = (form.encoding, "set data.encoding, or ") if is_csv else ("utf-8", "")
+        raise UserError(f"{path}: not {encoding} text (byte {error.start}); {remedy}save it as UTF-8") from error
     except RecursionError as error:
         raise UserError(f"{path}: not a readable {path.suffix} file: its values nest too deeply") from error
     except (ValueError, OSError, pa.ArrowException) as error:
@@ -130,7 +132,7 @@ def _read_json(path: Path, *_: object) -> Columns:
     return {name: [record.get(name) for record in records] for name in names}
 
 
-READERS: dict[str, Callable[[Path, Sequence[str], str], Columns]] = {
+READERS: dict[str, Callable[[Path, Sequence[str], str, CsvForm], Columns]] = {
     ".csv": read_csv,
     ".tsv": read_csv,
     ".json": _read_json,

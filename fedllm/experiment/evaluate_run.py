@@ -23,6 +23,7 @@ from fedllm.data.known_datasets import label_column
 from fedllm.data.known_images import image_columns, reads_images
 from fedllm.data.labels import encode_as
 from fedllm.data.loading import Split
+from fedllm.data.row_choice import csv_form, prepared
 from fedllm.data.settings import CAUSAL_LM
 from fedllm.data.table_paths import require_table
 from fedllm.data.tables import read_table
@@ -149,7 +150,8 @@ def _read_split(
     label = label or label_column(run.recipe.data)
     if label in columns:
         raise UserError(f"--label={label}: is a column of text as well; expected another column")
-    table = read_table(file, text=columns, label=label)
+    table = read_table(file, text=columns, label=label, form=csv_form(run.recipe.data))
+    table = prepared(run.recipe.data, table, columns, label)
     texts = [table.texts(column, "--text") for column in columns]
     labels, notes = encode_as(table, label, run.task.classes, "--label")
     return Split(texts, labels, {}), (*table.notes, *notes)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from fedllm.common.errors import UserError
 from fedllm.config.recipe import Recipe, load_recipe
+from fedllm.data.arrow_files import PLAIN_CSV, CsvForm
 from fedllm.data.conversations.questions import Questions, find_questions
 from fedllm.data.image_decoding import require_pillow
 from fedllm.data.image_stream import ImageColumn
 from fedllm.data.known_images import reads_images
+from fedllm.data.row_choice import csv_form
 from fedllm.data.row_stream import Chunk, TableOutline, outline, outline_of, read_chunks
 from fedllm.data.settings import CAUSAL_LM
 from fedllm.data.table_paths import require_new_table, require_table
@@ -26,7 +28,7 @@ class PredictionPlan:
     """A prediction whose files were checked. text: the columns of text. table: the input's rows and columns.
 
     questions: where the prompts of a language model are, None for other runs. new_tokens: the most of an answer.
-    images: where the images are, None for other runs.
+    images: where the images are, None for other runs. form: how a CSV file is written: as the run's own.
     """
 
     folder: Path
@@ -39,10 +41,11 @@ class PredictionPlan:
     questions: Questions | None = None
     new_tokens: int = 0
     images: ImageColumn | None = None
+    form: CsvForm = PLAIN_CSV
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows of the input, some at a time."""
-        return read_chunks(self.file) if self.images is None else self.images.chunks(self.file)
+        return read_chunks(self.file, self.form) if self.images is None else self.images.chunks(self.file)
 
     def written(self, chunk: Chunk) -> Chunk:
         """The rows as the output has them: without the bytes of images where it is a file of text."""
@@ -70,29 +73,30 @@ def plan_prediction(
     require_table(file, folder=looks)
     require_new_table(out, file)
     _check_options(asks, probabilities, new_tokens)
+    form = csv_form(recipe.data)
     images = _images(recipe, file, image, text) if looks else None
     columns = () if asks or looks else text_columns(recipe, text, image)
     if images is not None:
         column = {images.name: "--image"}
         table = outline_of(file, images.chunks(file), column, lambda chunk, _: images.check(chunk))
     else:
-        table = outline(file, columns)
+        table = outline(file, columns, form)
     questions = find_questions(recipe.data, file, table.names, text) if asks else None
     if questions is not None:
-        for chunk in read_chunks(file):
+        for chunk in read_chunks(file, form):
             questions.of(chunk)
     reserved = [name for name in table.names if name == PREDICTION or (probabilities and name.startswith(PROBABILITY))]
     if reserved:
         raise UserError(f"{file}: has a column '{reserved[0]}' already, which predict adds; rename it")
     most = new_tokens or recipe.eval.new_tokens
-    return PredictionPlan(folder, file, out, columns, table, probabilities, round, questions, most, images)
+    return PredictionPlan(folder, file, out, columns, table, probabilities, round, questions, most, images, form)
 
 
 def _images(recipe: Recipe, file: Path, image: str | None, text: Sequence[str] | None) -> ImageColumn:
     size = recipe.data.image_size
     assert size is not None, "a run's recipe has the size of its images"
     require_pillow()
-    return ImageColumn.of(file, image_column(recipe, file, image, text), size)
+    return ImageColumn.of(file, image_column(recipe, file, image, text), size, csv_form(recipe.data))
 
 
 def _check_options(asks: bool, probabilities: bool, new_tokens: int | None) -> None:

@@ -15,10 +15,18 @@ from fedllm.data.arrow_files import read_csv
         (
             "t.csv",
             "text;label\na, b;1\n",
-            "its columns are separated by semicolons, expected commas; save it with commas",
+            "its columns are separated by semicolons, expected commas; set data.delimiter, or save it with commas",
         ),
-        ("t.csv", "text\tlabel\na\t1\n", "separated by tabs, expected commas; save it with commas, or name it .tsv"),
-        ("t.tsv", "text,label\na,1\n", "separated by commas, expected tabs; save it with tabs, or name it .csv"),
+        (
+            "t.csv",
+            "text\tlabel\na\t1\n",
+            "separated by tabs, expected commas; set data.delimiter, or save it with commas, or name it .tsv",
+        ),
+        (
+            "t.tsv",
+            "text,label\na,1\n",
+            "separated by commas, expected tabs; set data.delimiter, or save it with tabs, or name it .csv",
+        ),
         ("t.csv", "text,label\na,b\nc,d\ne,f,g\n", "row 3 has 3 columns, expected 2 as in the header"),
         ("t.csv", 'text,label\n"a\nb",b\ne\n', "row 2 has 1 columns, expected 2 as in the header"),
     ],

@@ -168,7 +168,11 @@ def test_splits_may_be_of_different_formats(tmp_path):
         ("t.tsv", 'text\tlabel\na\tx\n"b\ty\nc\tx\nd"\ty\n', ["t.tsv", "row 2", "'text'", "a quote at its beginning"]),
         ("t.csv", "text,label\na,b\nc,b\n", ["'label'", "every row has the label 'b'"]),
         ("t.csv", "text,label\n" + "".join(f"t,l{i}\n" for i in range(100)), ["'label'", "100 classes in 100 rows"]),
-        ("t.csv", b"text,label\n\xff\xfe,b\n", ["t.csv", "not UTF-8 text (byte 11); save it as UTF-8"]),
+        (
+            "t.csv",
+            b"text,label\n\xff\xfe,b\n",
+            ["t.csv", "not utf-8 text (byte 11); set data.encoding, or save it as UTF-8"],
+        ),
         ("t.csv", 'text,label\na,b\nc,""\n', ["t.csv", "'label', row 2: found ''", "a class's name"]),
         ("t.csv", "text,label\na,1\nb,NA\nc,NA\n", ["row 2", "'label'", "2 of 3 rows have no value"]),
         ("t.csv", "text,label\na,0.5\nc,1e39\n", ["row 2", "found 1e+39", "float32's largest"]),

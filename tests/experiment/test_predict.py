@@ -169,7 +169,7 @@ MISTAKES: dict[str, tuple[str, str, list[str], str]] = {
     "a column of that name": ("taken.csv", "out.csv", [], "has a column 'prediction' already"),
     "torn JSON": ("torn.jsonl", "out.csv", [], "torn.jsonl: not a readable .jsonl file: line 2, column"),
     "a row too wide": ("wide.csv", "out.csv", [], "row 1 has 3 columns, expected 2"),
-    "Latin-1": ("latin.csv", "out.csv", [], "not UTF-8 text; save it as UTF-8"),
+    "Latin-1": ("latin.csv", "out.csv", [], "not utf-8 text; save it as utf-8"),
     "quotes that are plain characters": ("quotes.tsv", "out.csv", [], "row 2, column 'text': found a quote at its beg"),
     "not parquet": ("no.parquet", "out.csv", [], "no.parquet: not a readable .parquet file"),
     "out of a kind that is not known": ("in.csv", "out.txt", [], "cannot write '.txt' files; expected one of .csv"),

@@ -12,6 +12,7 @@ import numpy as np
 from fedllm.data.conversations.formats import Columns, find_columns, read_conversations
 from fedllm.data.conversations.shell_commands import NAME, OTHERS, TRAIN, read_shell_commands
 from fedllm.data.groups import column_values, group_ids, in_order, value_name
+from fedllm.data.row_choice import csv_form
 from fedllm.data.split import Split
 from fedllm.data.tables import Table, read_table
 
@@ -65,7 +66,7 @@ def read_conversation_file(settings: DataSettings, path: Path) -> tuple[Split, l
 
     Raises UserError as read_table and read_conversations do.
     """
-    table = read_table(path, text=TEXT_COLUMNS + named_columns(settings))
+    table = read_table(path, text=TEXT_COLUMNS + named_columns(settings), form=csv_form(settings))
     split, notes = _read_split(table, find_columns(settings, table))
     return split, [*table.notes, *notes]
 
