@@ -10,6 +10,8 @@ RUNTIME := $(VENV)/.runtime-installed
 INSTRUCT := $(VENV)/.instruct-installed
 FLOWER := $(VENV)/.flower-installed
 DEV := $(VENV)/.dev-installed
+# The variable silences a notice about the successor of the site's tool; mkdocs.yml says which.
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Empty: the recipes' own algorithm; the paper's model if it can be loaded, else the packaged one (the run says which).
@@ -18,7 +20,7 @@ ALGORITHM ?=
 SUITE = $(MODEL:%=--model %) $(ALGORITHM:%=--algorithm %) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart instruct federation test lint format docs package glue-all 20news table gpu-bench clean
+.PHONY: help setup quickstart instruct federation test lint format docs docs-site docs-serve package glue-all 20news table gpu-bench clean
 
 help:  ## list these targets
 	@echo "make TARGET [MODEL=minilm] [ALGORITHM=fedadamw] [ARGS='run.seed=1 ...'] [PYTHON=$(PYTHON)]"
@@ -51,8 +53,16 @@ format: $(DEV)  ## fix what ruff can fix, and format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: $(DEV)  ## generate docs/reference, the tables of docs/explanation/scaling.md and the picture of the architecture
+docs: $(DEV)  ## generate the pages that come from the code, and build all pages as a site into site/
 	@$(BIN)/python -m docs.generate
+	@$(SITE) build --quiet
+	@echo "site/index.html is there; make docs-serve has the search, too"
+
+docs-site: $(DEV)  ## build the site from the pages as they are; a warning is an error
+	@$(SITE) build
+
+docs-serve: $(DEV)  ## show the site on this machine while you write
+	@$(SITE) serve
 
 package: $(DEV)  ## build the wheel and the source archive into dist/, and check them
 	@rm -rf dist
@@ -75,7 +85,7 @@ gpu-bench: $(DEV)  ## measure on one GPU: tests, speed, profile, stacked clients
 	@$(BIN)/python -m benchmarks.gpu.measure runs/gpu $(ARGS)
 
 clean:  ## remove caches and build outputs; keep .venv and runs
-	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(BIN)/pip:
@@ -114,6 +124,6 @@ $(FLOWER): $(RUNTIME) constraints-flower.txt
 
 $(DEV): $(RUNTIME) $(INSTRUCT) $(FLOWER)
 	@echo "setup: tests and linters"
-	@$(PIP) install -c constraints.txt -e '.[dev,gguf,quant,privacy]'
+	@$(PIP) install -c constraints.txt -e '.[dev,docs,gguf,quant,privacy]'
 	@echo "setup: done; try $(BIN)/fedllm doctor"
 	@touch $@

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from benchmarks.scaling import page as scaling
+from docs import equations
 from docs.architecture import PICTURE, picture, read_rooms
 from fedllm.cli import algorithm_docs
 from fedllm.cli.commands import _EXIT_CODES, make_parser
@@ -36,13 +37,23 @@ def pages() -> dict[Path, str]:
     """Every generated page and its text."""
     made = {
         "recipe_keys": recipe_keys(),
-        "algorithms": algorithm_docs.markdown(),
+        "algorithms": equations.rendered(algorithm_docs.markdown()).replace(
+            "## Choices\n", f"{notation()}\n## Choices\n"
+        ),
         "cli": commands(),
         "api": api(),
     }
     return {REFERENCE / f"{name}.md": text for name, text in made.items()} | {
         scaling.PAGE: scaling.filled(scaling.PAGE.read_text(encoding="utf-8"))
     }
+
+
+def notation() -> str:
+    """How the sentences of an algorithm's section write the symbols of its equations."""
+    names = [name for name in equations.NAMES if name not in ("x0", "floor")]
+    pairs = ", ".join(f"{name} is $`{equations.symbol(name)}`$" for name in names)
+    arrow = "An arrow assigns: the left side gets the value of the right."
+    return f"Sentences write the symbols as code does: {pairs}. {arrow}\n"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -118,11 +129,12 @@ def commands() -> str:
         "[keys of a recipe](recipe_keys.md).\n",
     ]
     for name, help, parser in subcommands():
-        words = [_word(action) for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+        shown = [action for action in parser._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
+        words = [_word(action) for action in shown]
         parts.append(
             f"## fedllm {name}\n\n{help[0].upper()}{help[1:]}.\n\n```text\n{' '.join(['fedllm', name, *words])}\n```\n"
         )
-        rows = [[f"`{_name(action)}`", plain(action.help or "")] for action in parser._actions if action.dest != "help"]
+        rows = [[f"`{_name(action)}`", plain(action.help or "")] for action in shown]
         if rows:
             parts.append(table(["argument", "meaning"], rows))
     return "\n".join(parts)
@@ -136,11 +148,17 @@ def exit_codes() -> str:
 
 
 def subcommands() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
-    """Name, help and parser of every command."""
-    for action in make_parser()._actions:
+    """Name, help and parser of every command; `federation new` is one, `federation` is not."""
+    yield from _below(make_parser(), "")
+
+
+def _below(parser: argparse.ArgumentParser, above: str) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+    for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:
-                yield choice.dest, choice.help or "", action.choices[choice.dest]
+                name, below = above + choice.dest, action.choices[choice.dest]
+                inner = list(_below(below, f"{name} "))
+                yield from inner or [(name, choice.help or "", below)]
 
 
 def _name(action: argparse.Action) -> str:

@@ -44,7 +44,7 @@ class PAdaMFed(Algorithm):
         eta = 1/(K (S K T_total)^(1/4))
 
     ||u|| is one L2 norm over the whole vector, and 0/||0|| is 0. c is the mean of all N clients' c_i after every round,
-    and without weight decay x moves by at most eta_g gamma a round. *choice*: with tracked_per_round below
+    and without weight decay x moves by at most eta_g gamma per round. *choice*: with tracked_per_round below
     clients_per_round both the mean and the sum of the changes go over the tracked clients (an unbiased estimate of the
     mean over the sampled ones), and the others keep their c_i; if nobody is tracked the mean is 0. That mean has equal
     weights whatever `weights` says. *choice*: K in the default formulas is the most steps that a client takes, and eta

@@ -80,7 +80,7 @@ class EvalSettings:
 
     every: int = setting(1, "rounds between evaluations; the last round is always evaluated")
     target: dict[str, float] | None = setting(
-        None, "metric: value to reach, for rounds-to-target; a loss is reached from above"
+        None, "metric: value to reach, for rounds-to-target; a loss has to fall to it"
     )
     stop_at_target: bool = setting(False, "end the run when the target is reached")
     metric: str | None = setting(
@@ -96,7 +96,7 @@ class EvalSettings:
         "fraction of its own samples on which each client is evaluated and does not train; the mean, spread, worst and "
         "best tenth of the clients' scores; null = none",
     )
-    by: str | None = setting(None, "column of the validation split; the scores of each of its values at the end")
+    by: str | None = setting(None, "column of the validation split; at the end, scores for each of its values")
     by_class: bool = setting(
         False, "recall, precision and AUROC of each class, and the confusion matrix, on the validation split at the end"
     )
@@ -172,7 +172,7 @@ class CostsSettings:
 
 @dataclass(frozen=True)
 class DeploymentSettings:
-    """Real sites, of `fedllm serve`. A simulation ignores them, but for keep_local."""
+    """Real sites, of `fedllm serve`. A simulation ignores all of them but keep_local."""
 
     sites: int | None = setting(
         None, "number of sites N that may ever take part; null = partition.clients, of scheme by_column"

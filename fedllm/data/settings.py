@@ -46,7 +46,8 @@ class DataSettings:
     text: list[str] | None = setting(None, "columns of the text, one or two, of your own files")
     label: str | None = setting(None, "column of the label of your own files")
     classes: list[str] | None = setting(
-        None, "names of all classes, in the order of their ids; null = those that the data declare, or have, sorted"
+        None,
+        "all classes in the order of their ids; null = as the data declare them, else their labels, sorted",
     )
     regression: bool | None = setting(None, "labels are numbers, not classes; null = where they are not all whole")
     strip: list[Literal["headers", "footers", "quotes"]] | None = setting(
@@ -82,7 +83,7 @@ class DataSettings:
     max_length: int = setting(
         None, "tokens of a sample beyond this are cut; null = 128, or 512 with task causal_lm (see too_long)"
     )
-    holdout: float = setting(0.2, "fraction of train held out where there is no validation split")
+    holdout: float = setting(0.2, "fraction of train that is held out if there is no validation split")
     holdout_seed: int = setting(
         0, "seed of the hold-out, and of what clients hold out (eval.per_client, federation.held_out)"
     )
@@ -136,7 +137,7 @@ CLIENTS = 100  # partition.clients where it is not given
 
 @dataclass(frozen=True)
 class PartitionSettings:
-    """How the training samples are shared over the clients."""
+    """How the training samples are split over the clients."""
 
     scheme: Literal["dirichlet_classes", "dirichlet_clients", "iid", "by_column", "shards"] = setting(
         "dirichlet_classes", "rule of the split"
@@ -146,7 +147,7 @@ class PartitionSettings:
         None, f"number of clients N; null = {CLIENTS}, or the column's number of values with scheme by_column"
     )
     seed: int = setting(0, "seed of the split, apart from run.seed")
-    min_size: int = setting(1, "fewest samples that a client may have")
+    min_size: int = setting(1, "least number of samples per client")
     column: str | None = setting(
         None, "column of scheme by_column: one client per value; for data without labels, its values take their place"
     )

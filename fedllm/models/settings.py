@@ -24,7 +24,7 @@ class ModelSettings:
 
     name: str = setting(
         "openai-community/gpt2",
-        "hub id, folder, or package:<module>; of images also cnn, resnet18, resnet18_gn or vit_tiny from random values",
+        "hub id, folder, or package:<module>; for images also cnn, resnet18, resnet18_gn, vit_tiny (random values)",
     )
     pretrained: bool = setting(True, "load its weights; false asks for a random start")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of the frozen weights")

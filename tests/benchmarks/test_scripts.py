@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import forked
 import pytest
 from repository import REPO
 
@@ -99,8 +101,21 @@ def test_the_adapter_of_a_run(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rounds_with_one_and_two_processes(tiny: Path) -> None:
-    """Two processes receive the bytes of the model, and some for JSON; one process receives none."""
+def test_rounds_with_one_and_two_processes(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes receive the bytes of the model, and some for JSON; one process receives none.
+
+    The two are started by torchrun; the sides of one process are forks.
+    """
+    torchrun = processes._launch
+
+    def launch(count: int, words: list[str]) -> dict[str, Any]:
+        if count > 1:
+            return torchrun(count, words)
+        done = forked.run("-m", "benchmarks.scaling.processes", *words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+
+    monkeypatch.setattr(processes, "_launch", launch)
     found = processes.measure(str(tiny / "recipe.yaml"), ["run.precision=float32"], count=2, repeats=1)
     one, two, threads = found["sides"].values()
     assert one["bytes"] == threads["bytes"] == [0, 0]

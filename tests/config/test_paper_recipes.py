@@ -200,8 +200,10 @@ def test_every_cell_of_a_grid_file_is_a_recipe_of_its_own(path: Path) -> None:
     for command, sweep, name, file, *overrides in commands(path):
         planned = list(cells(grid, overrides))
         assert (command, sweep, file) == ("fedllm", "sweep", f"recipes/sweeps/{path.name}")
-        loaded = [cell.recipe(str(REPO / name)) for cell in planned]
-        assert len({one.yaml() for one in loaded}) == len({cell.name for cell in planned}) == len(planned) > 1
+        assert len({cell.name for cell in planned}) == len({cell.overrides for cell in planned}) == len(planned) > 1
+        # Of a grid of 7 by 7 rates, every fifth cell has every rate of every case, with different others.
+        loaded = [cell.recipe(str(REPO / name)) for cell in planned[:: 5 if len(planned) > 60 else 1]]
+        assert len({one.yaml() for one in loaded}) == len(loaded)
         for one in loaded:
             assert one.federation.clients_per_round <= (one.partition.clients or 0)
             assert (one.federation.tracked_per_round or 0) <= one.federation.clients_per_round

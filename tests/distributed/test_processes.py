@@ -1,6 +1,7 @@
 """Several processes: the bits of one, state that follows its client, failures that are named, runs that heal.
 
-Each launch pays for the start of its processes, so several things are looked at in one.
+Most launches are forks of one process (tests/support/forked.py). torchrun itself starts those whose subject it is, and
+a plain run, which has the bits of the same run by forks.
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from adapters import assert_close, same_bits
-from launched import ENVIRONMENT, TORCHRUN, free_port, launch, numbers
+from launched import launch, numbers, torchrun
 from safetensors.torch import load_file
 
 from fedllm import QuadraticProblem, load_algorithm, run_recipe
@@ -37,7 +37,7 @@ def test_two_processes_give_the_bits_of_one(tiny: Path, tmp_path: Path, one: Pat
     """FAdamGC over four rounds, its start from full gradients included; state, metrics and evaluation too. Then one
     process goes on from a checkpoint of two."""
     folder = tmp_path / "two"
-    done = launch("scripts/fedtune.py", str(tiny / "recipe.yaml"), f"run.dir={folder}", *OVERRIDES, "--profile")
+    done = torchrun("scripts/fedtune.py", str(tiny / "recipe.yaml"), f"run.dir={folder}", *OVERRIDES, "--profile")
     assert done.returncode == 0, done.stderr
     assert same_bits(folder, one)
     assert "where the time of 4 rounds went of process 0 of 2, cpu" in done.stdout
@@ -61,22 +61,13 @@ def test_two_processes_give_the_bits_of_one(tiny: Path, tmp_path: Path, one: Pat
 
 @pytest.mark.slow
 def test_a_sweep_on_two_machines_gives_the_bits_of_one_process(tiny: Path, tmp_path: Path, one: Path) -> None:
-    """A launcher for each, as on machines of their own, in folders of their own; only the first one writes."""
+    """A process on each, in folders of their own; only the first one writes. test_two_hosts has torchrun on each."""
     (tmp_path / "grid.yaml").write_text("grid: {algorithm.lr: [0.01, 0.02]}")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     words = ["-m", "fedllm", "sweep", str(tiny / "recipe.yaml"), str(tmp_path / "grid.yaml"), *OVERRIDES]
-    meeting = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1"]
-    port = str(free_port())
-    machines = [
-        subprocess.Popen(
-            [*TORCHRUN, *meeting, "--master_port", port, "--node_rank", node, *rest],
-            cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for node, folder, rest in (("0", tmp_path, words), ("1", elsewhere, words))
-    ]  # fmt: skip
-    said = [machine.communicate(timeout=300)[0] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], said
+    done = launch(*words, machines=[tmp_path, elsewhere])
+    assert done.returncode == 0, done.stderr
     runs = tmp_path / "runs" / "recipe-grid"
     assert same_bits(runs / "lr=0.01-s0", one)
     assert numbers(runs / "lr=0.01-s0") == numbers(one)
@@ -146,7 +137,7 @@ def test_memory_that_gives_out_in_one_process_counts_for_all(tiny: Path, tmp_pat
 
 
 def test_a_users_mistake_is_told_once(tiny: Path) -> None:
-    done = launch("scripts/fedtune.py", str(tiny / "recipe.yaml"), "algorithm.lr=-1")
+    done = torchrun("scripts/fedtune.py", str(tiny / "recipe.yaml"), "algorithm.lr=-1")
     assert done.returncode != 0
     assert done.stderr.count("fedllm: ") == 1
     assert "exitcode  : 2" in done.stderr
@@ -163,7 +154,7 @@ def test_a_mistake_is_told_once_whichever_process_is_first(words: list[str], lat
         f"time.sleep(2.0 * (os.environ['LOCAL_RANK'] == '{late}'))\n"
         f"sys.exit(main({words!r}))\n"
     )
-    done = launch(str(script))
+    done = torchrun(str(script))
     assert done.returncode != 0
     assert done.stderr.count(words[-1]) == 1
 
@@ -178,7 +169,7 @@ def test_a_mistake_of_one_process_alone_is_told(tmp_path: Path) -> None:
         "    time.sleep(30)\n"
         "sys.exit(main(['run', 'missing.yaml']))\n"
     )
-    assert "fedllm: missing.yaml: no such recipe file" in launch(str(script)).stderr
+    assert "fedllm: missing.yaml: no such recipe file" in torchrun(str(script)).stderr
 
 
 @pytest.mark.slow
@@ -200,7 +191,7 @@ def test_a_killed_process_costs_the_rounds_since_the_last_checkpoint(tiny: Path,
     """torchrun --max-restarts starts all again, and they go on by themselves, though run.resume asks for a new run."""
     folder = tmp_path / "healed"
     words = [str(tiny / "recipe.yaml"), f"run.dir={folder}", "run.resume=never", *OVERRIDES]
-    done = launch("tests/support/poisoned.py", *words, fault="1:3:kill-once", restarts=3)
+    done = torchrun("tests/support/poisoned.py", *words, fault="1:3:kill-once", restarts=3)
     assert done.returncode == 0, done.stderr
     assert "process 1 ended without a word" in done.stderr
     assert done.stdout.count("going on after round 2 of 4") == 1

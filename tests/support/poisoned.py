@@ -1,6 +1,6 @@
 """`fedllm run` with faults: FEDLLM_TEST_FAULT is a list of rank:round:how.
 
-how: kill (SIGKILL), kill-once (unless the launcher has started the processes again), sleep (12 seconds), raise, nan;
+how: kill (SIGKILL), kill-once (unless the launcher has started the processes again), sleep (8 seconds), raise, nan;
 other-data (one label of the training split is another); full: from that round on more than two clients together do not
 fit into the process's memory, nor more than ten samples of an evaluation.
 
@@ -59,7 +59,7 @@ def faulty(self: LoraProblem, X: Tensor, clients: Sequence[int], round: int, ste
         if on != rank or round + 1 != int(when):
             continue
         if how == "sleep":
-            time.sleep(12)
+            time.sleep(8)
         if how == "kill" or (how == "kill-once" and not restarted()):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raise":

@@ -58,7 +58,7 @@ def main(recipe: Path, plan: Path, sockets: dict[int, Path]) -> None:
 
 
 def watch(recipe: Path, plan: Path, sockets: dict[int, Path]) -> int:
-    """Forks the server until it ends well; returns how often it was started. Everything is imported once."""
+    """Forks the server until it ends well; returns how often it was started."""
     import fedllm.experiment.serve  # noqa: F401
 
     for starts in range(1, 20):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import select
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import forked
 import yaml
 
 MOMENTS = (
@@ -26,15 +25,14 @@ _ROOM = 1000
 class SiteProcesses:
     """Keeps a process for each site until `close`: one that ended is started again after a moment.
 
-    They are forks of one process that has imported everything, which takes half a minute on a busy machine.
+    They are forks of a fork (see forked.py) that looks after them.
     kills: round (from 0) -> (site, one of MOMENTS): that site kills itself there with SIGKILL, once."""
 
     def __init__(self, folder: Path, trains: Sequence[Path], kills: dict[int, tuple[int, str]] | None = None) -> None:
         self.folder, self.count = folder, len(trains)
         for site, path in enumerate(trains):
             self._write(site, path, kills or {})
-        words = [sys.executable, __file__, str(folder), str(self.count)]
-        self._parent = subprocess.Popen(words, stdin=subprocess.PIPE)
+        self._parent = forked.start(__file__, str(folder), str(self.count), out=folder / "said.txt")
 
     @property
     def sockets(self) -> dict[int, Path]:
@@ -62,8 +60,7 @@ class SiteProcesses:
         (self.folder / f"site{site}.yaml").write_text(yaml.safe_dump(keys))
 
     def close(self) -> None:
-        assert self._parent.stdin is not None
-        self._parent.stdin.close()
+        (self.folder / "end").touch()
         self._parent.wait()
 
 
@@ -79,11 +76,12 @@ def room(full: bool) -> Iterator[None]:
 
 
 def watch(folder: Path, count: int) -> None:
-    """Forks a process for each site, and another where one ended, until stdin is closed."""
+    """Forks a process for each site, and another where one ended, until the file `end` is there."""
     import fedllm.experiment.site  # noqa: F401
 
     running: dict[int, int] = {}
-    while not select.select([sys.stdin], [], [], 0.2)[0]:
+    while not (folder / "end").exists():
+        time.sleep(0.2)
         for site in range(count):
             if site in running and os.waitpid(running[site], os.WNOHANG) == (0, 0):
                 continue

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
 import yaml
 from adapters import same_bits
@@ -252,7 +250,7 @@ def test_a_killed_sweep_goes_on(tiny: Path, tmp_path: Path) -> None:
     grid = write(tmp_path, grid={"algorithm.lr": [0.01, 0.02]})
     out = tmp_path / "killed"
     command = ["sweep", str(tiny / "recipe.yaml"), str(grid), "run.threads=1", "--out"]
-    process = subprocess.Popen([sys.executable, "-m", "fedllm", *command, str(out)], env={**os.environ})
+    process = forked.start("-m", "fedllm", *command, str(out), out=tmp_path / "said.txt")
     second = out / "lr=0.02-s0" / "checkpoints" / "000001"
     deadline = time.monotonic() + 120
     while not second.is_dir() and process.poll() is None and time.monotonic() < deadline:
@@ -353,11 +351,8 @@ def test_two_sweeps_at_once_share_the_cells(tiny: Path, tmp_path: Path) -> None:
     """Each takes a cell that the other one has not. One is killed in the middle of its own, which the other ends."""
     grid = write(tmp_path, set={"federation.rounds": 30}, grid={"algorithm.lr": [0.01, 0.02]})
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "fedllm", "sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out)]
-    first, second = (
-        subprocess.Popen([*command, "run.threads=1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(2)
-    )
+    command = ["-m", "fedllm", "sweep", str(tiny / "recipe.yaml"), str(grid), "--out", str(out), "run.threads=1"]
+    first, second = (forked.start(*command, out=tmp_path / f"said{number}.txt") for number in range(2))
 
     def at_work() -> set[str]:
         return {path.parent.name for path in out.glob("*/metrics.jsonl")} - set(names(out))
@@ -368,8 +363,7 @@ def test_two_sweeps_at_once_share_the_cells(tiny: Path, tmp_path: Path) -> None:
         assert first.poll() is second.poll() is None
         time.sleep(0.02)
     first.kill()
-    first.communicate()
-    said = second.communicate(timeout=300)[0]
-    assert second.returncode == 0, said
+    first.wait()
+    assert second.wait() == 0, (tmp_path / "said1.txt").read_text()
     assert names(out) == ["lr=0.01-s0", "lr=0.02-s0"]
     assert (out / "report" / "report.html").is_file()
