@@ -59,6 +59,19 @@ def stage(what: str, at_once: bool = False) -> Iterator[Callable[[str, int, int]
         say(f"{what}: {took:.1f} s", "dim")
 
 
+def line_now_and_then(what: str, total: int) -> Callable[[int], None]:
+    """A function that is told how much of a loop is done, and prints it every ten seconds; also beside a bar."""
+    last = time.monotonic()
+
+    def update(done: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > _LINE_EVERY:
+            last = time.monotonic()
+            say(f"{what}: {done:,} of {total:,}", "dim")
+
+    return update
+
+
 class LongLoop:
     """The progress of a loop that may be short: nothing for two seconds, then a bar on a terminal, and on anything else
     a line every ten seconds. It is written to stderr, since the caller's own program may use stdout."""

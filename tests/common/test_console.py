@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from fedllm.common import console
-from fedllm.common.console import LongLoop, RoundProgress, say_all, stage
+from fedllm.common.console import LongLoop, RoundProgress, line_now_and_then, say_all, stage
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])
@@ -39,6 +39,15 @@ def test_a_loop_is_shown_after_two_seconds_and_not_before(terminal: bool, monkey
         assert "round" in screen.getvalue()
     else:
         assert screen.getvalue() == "round 210 of 2,000\nround 1,220 of 2,000\n"
+
+
+def test_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    tell = line_now_and_then("steps", 2000)
+    for done, now[0] in ((1200, 5.0), (1201, 10.5), (1202, 15.0), (1203, 21.0)):
+        tell(done)
+    assert capsys.readouterr().out == "steps: 1,201 of 2,000\nsteps: 1,203 of 2,000\n"
 
 
 def test_a_slow_stage_says_at_once_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
