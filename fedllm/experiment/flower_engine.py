@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fedllm.aggregation.uploads import Uploads
 from fedllm.common.console import say
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.tensors import State
@@ -35,7 +36,7 @@ from fedllm.experiment.machine import usable_cores
 from fedllm.experiment.session import Session
 from fedllm.experiment.training import ThisMachine
 from fedllm.federation.executor import Executor
-from fedllm.federation.local_training import Progress, Trained, Uploads, rows_of
+from fedllm.federation.local_training import Progress, Trained, rows_of
 from fedllm.federation.rounds import Plan, RoundReport, run_round
 from fedllm.federation.setup import BUFFERS, PERSONAL, Setup
 from fedllm.federation.state import FederationState

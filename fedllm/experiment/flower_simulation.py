@@ -27,11 +27,11 @@ def client_app(sections: str) -> ClientApp:
 
     app = ClientApp()
 
-    @app.query()
     def train(message: Message, context: Context) -> Message:
         number = int(context.node_config["partition-id"])
         return answer(message, str(number), partial(_train, sections, number))
 
+    app.query()(train)
     return app
 
 
@@ -47,11 +47,11 @@ def server_app(socket: Path) -> ServerApp:
 
     app = ServerApp()
 
-    @app.main()
     def main(grid: Grid, context: Context) -> None:
         if (why := relay_messages(grid, socket, str(context.run_id))) != "done":
             raise RuntimeError(why)
 
+    app.main()(main)
     return app
 
 

@@ -119,4 +119,4 @@ def test_flower_on_ray_equals_our_engine(tiny: Path, tmp_path: Path) -> None:
     run_recipe(tiny / "recipe.yaml", FLOWER, tmp_path / "flower")
     own, found = adapter(tmp_path / "own"), adapter(tmp_path / "flower")
     assert max(float((found[name] - value).abs().max()) for name, value in own.items()) < 1e-6
-    assert "2 actors" in (text := (tmp_path / "flower" / "flower.log").read_text()) or "ClientAppActor" in text
+    assert "ClientAppActor" in (tmp_path / "flower" / "flower.log").read_text()
