@@ -9,6 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --quiet
 RUNTIME := $(VENV)/.runtime-installed
 INSTRUCT := $(VENV)/.instruct-installed
 FLOWER := $(VENV)/.flower-installed
+SIMULATION := $(VENV)/.flower-simulation-installed
 DEV := $(VENV)/.dev-installed
 # The variable silences a notice about the successor of the site's tool; mkdocs.yml says which.
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
@@ -20,11 +21,11 @@ ALGORITHM ?=
 SUITE = $(MODEL:%=--model %) $(ALGORITHM:%=--algorithm %) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart instruct federation test lint format docs docs-site docs-serve package glue-all 20news table gpu-bench clean
+.PHONY: help setup quickstart instruct federation flower-simulation test lint format docs docs-site docs-serve package glue-all 20news table gpu-bench clean
 
 help:  ## list these targets
 	@echo "make TARGET [MODEL=minilm] [ALGORITHM=fedadamw] [ARGS='run.seed=1 ...'] [PYTHON=$(PYTHON)]"
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(DEV)  ## install everything into .venv, at the versions in constraints.txt
 
@@ -39,6 +40,8 @@ instruct: $(INSTRUCT)  ## teach a small chat model shell commands, one tool per 
 federation: $(FLOWER)  ## start a server and three sites on this machine, train the quickstart's articles, and draw the result
 	@$(BIN)/fedllm federation try runs/federation $(ARGS)
 	@$(BIN)/fedllm report runs/federation/result --out runs/report-federation
+
+flower-simulation: $(SIMULATION)  ## install Flower's simulation engine with Ray, for run.engine=flower
 
 test: $(DEV)  ## run the tests, JOBS at once (2); ARGS goes to pytest: make test ARGS='-k scaffold'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
@@ -120,6 +123,16 @@ $(FLOWER): $(RUNTIME) constraints-flower.txt
 	@test -x $(VENV)/flower/bin/pip || $(PYTHON) -m venv $(VENV)/flower
 	@$(VENV)/flower/bin/python -m pip --quiet --quiet install -c constraints-flower.txt flwr==1.41.0
 	@$(VENV)/flower/bin/python -m pip --quiet --quiet install --no-deps -e .
+	@touch $@
+
+# All that Flower and Ray do not bring themselves, such as torch, is read from .venv: its folder comes last in the search.
+$(SIMULATION): $(RUNTIME) constraints-flower.txt
+	@echo "setup: Flower's simulation engine"
+	@test -x $(VENV)/flower-simulation/bin/pip || $(PYTHON) -m venv $(VENV)/flower-simulation
+	@$(VENV)/flower-simulation/bin/python -m pip --quiet --quiet install -c constraints-flower.txt 'flwr[simulation]==1.41.0'
+	@$(VENV)/flower-simulation/bin/python -m pip --quiet --quiet install --no-deps -e .
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(VENV)/flower-simulation/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fedllm_runtime.pth"
 	@touch $@
 
 $(DEV): $(RUNTIME) $(INSTRUCT) $(FLOWER)

@@ -148,6 +148,7 @@ FREE_KEYS = frozenset(
         "timeout",
         "trackers",
         "max_hours",
+        "engine",
     )
 ) | {
     ("data", "title"),

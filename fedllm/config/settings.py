@@ -138,6 +138,11 @@ class RunSettings:
     gradient_checkpointing: bool = setting(
         False, "store only the inputs of the model's blocks and recompute the rest: less memory, a third more time"
     )
+    engine: Literal["fedllm", "flower"] = setting(
+        "fedllm",
+        "what trains the clients of a simulation: fedllm = this process, together; flower = Flower's simulation engine "
+        "on Ray, one client after the other in each of its processes",
+    )
     timeout: float = setting(3600.0, "seconds that one process waits for another before the run stops")
     checkpoint_every: int = setting(10, "rounds between checkpoints")
     max_hours: float | None = setting(

@@ -84,7 +84,7 @@ def _main(grid: Grid, context: Context) -> None:
     socket, relay = Path(str(config["socket"])), f"{context.run_id}"
     started = None if _listens(socket, relay) else _start_rounds(config)
     try:
-        why = _relay(grid, socket, relay, started)
+        why = relay_messages(grid, socket, relay, started)
     finally:
         if started is not None:
             _end(started)
@@ -118,7 +118,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(30)
 
 
-def _relay(grid: Grid, socket: Path, relay: str, started: subprocess.Popen[bytes] | None) -> str:
+def relay_messages(grid: Grid, socket: Path, relay: str, started: subprocess.Popen[bytes] | None = None) -> str:
     """Carries messages until the rounds end; returns why it ended, "done" in order."""
     waiting: dict[str, tuple[str, str]] = {}  # Flower's message -> the request's name and its node
     replies: list[dict[str, Any]] = []

@@ -24,6 +24,7 @@ from fedllm.experiment.build import ReadCache, run_folder, say_notes, with_dir
 from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.client_scores import settle_own
 from fedllm.experiment.comparison import compare
+from fedllm.experiment.flower_engine import FlowerSimulation, flower_simulation
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.model_card import TrainedOn, model_card
 from fedllm.experiment.plan import plan_table
@@ -69,7 +70,8 @@ def dry_run(recipe: Recipe, executor: Executor | None = None, source: RoundSourc
     """Builds everything up to the first step and prints the plan. It says so if the folder holds another run.
 
     source: see run."""
-    executor, source = executor or executor_for(recipe.run), source or ThisMachine()
+    executor = executor or executor_for(recipe.run)
+    source = source or (FlowerSimulation() if recipe.run.engine == "flower" else ThisMachine())
 
     def look() -> None:
         try:
@@ -99,9 +101,13 @@ def run(
     all processes of the launcher. profile: measures this process's time per section, prints it at the end and writes it
     to profile.json in the run folder. wait: if another command runs this recipe, waits until that command ends instead
     of raising RunInUseError. stop: the stop requests of a command with several runs, by default of this run alone.
-    source: what computes the rounds, by default this machine.
+    source: what computes the rounds, by default this machine, or Flower's simulation where run.engine asks for it.
     """
-    executor, source = executor or executor_for(recipe.run), source or ThisMachine()
+    executor = executor or executor_for(recipe.run)
+    if source is None and recipe.run.engine == "flower":
+        with flower_simulation() as source:
+            return run(recipe, cache, executor, profile=profile, wait=wait, stop=stop, source=source)
+    source = source or ThisMachine()
     if stop is None:
         with stop_requests(executor.size) as stop:
             return run(recipe, cache, executor, profile=profile, wait=wait, stop=stop, source=source)

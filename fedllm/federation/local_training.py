@@ -45,17 +45,19 @@ def train_part(
     stacked_clients: int | None,
     progress: Progress,
     keep: bool = False,
+    trainer: Trainer | None = None,
 ) -> PartialRound:
     """Trains the clients of `steps` (client -> local steps, in falling order). `state` does not change.
 
     stacked_clients: clients trained together, None = all; fewer if memory runs out (see HalvingBatches). keep: also
-    keeps each accepted client's update, see PartialRound.updates.
+    keeps each accepted client's update, see PartialRound.updates. trainer: what trains them, by default train_together.
     """
+    trainer = trainer or train_together
     part = PartialRound.empty(setup, state.x)
 
     def train(clients: list[int]) -> Trained:
         try:
-            return train_together(setup, state, clients, [steps[client] for client in clients], tracked, progress)
+            return trainer(setup, state, clients, [steps[client] for client in clients], tracked, progress)
         except Exception as error:
             listed = ", ".join(map(str, clients))
             error.add_note(f"Round {setup.info.index + 1}, while these clients trained together: {listed}")
@@ -84,6 +86,9 @@ class Trained(NamedTuple):
     local: State
     uploads: Uploads
     losses: Tensor | None
+
+
+Trainer = Callable[[Setup, FederationState, list[int], list[int], set[int], Progress], Trained]  # see train_together
 
 
 def _count(
@@ -127,13 +132,7 @@ def train_together(
     """
     alg, problem, info = setup.algorithm, setup.problem, setup.info
     began, x = time.perf_counter(), state.x.expand(len(clients), -1)
-    steps = torch.tensor(counts)
-    rates = alg.rates(steps, info).to(x)
-    rows = Rows(
-        steps=steps[:, None].to(x),
-        rate_sum=rates.sum(dim=1, keepdim=True),
-        tracked=torch.tensor([[client in tracked] for client in clients], device=x.device),
-    )
+    rows, rates = rows_of(setup, state.x, clients, counts, tracked)
     with section("optimizer"):
         before = state.clients.get(clients, x.device)
         buffers = _first_buffers(state, before, len(clients))
@@ -164,6 +163,20 @@ def train_together(
     mean_losses = None if losses is None else losses / rows.steps[:, 0]
     uploads = Uploads(upload, kept, before, clients, info.index)
     return Trained(began, rows, local, uploads, mean_losses)
+
+
+def rows_of(
+    setup: Setup, x: Tensor, clients: Sequence[int], counts: Sequence[int], tracked: set[int]
+) -> tuple[Rows, Tensor]:
+    """The values of these clients in a round, and their learning rates [C, max(counts)]. counts: their local steps."""
+    steps = torch.tensor(counts)
+    rates = setup.algorithm.rates(steps, setup.info).to(x)
+    rows = Rows(
+        steps=steps[:, None].to(x),
+        rate_sum=rates.sum(dim=1, keepdim=True),
+        tracked=torch.tensor([[client in tracked] for client in clients], device=x.device),
+    )
+    return rows, rates
 
 
 def _first_buffers(state: FederationState, before: State, count: int) -> Tensor | None:

@@ -20,7 +20,7 @@ from fedllm.aggregation.settings import EXACT
 from fedllm.common.profiling import section
 from fedllm.federation.client_states import ClientVectors
 from fedllm.federation.executor import Executor, Note, describe
-from fedllm.federation.local_training import full_gradients, local_steps, train_part
+from fedllm.federation.local_training import Trainer, full_gradients, local_steps, train_part, train_together
 from fedllm.federation.partial_round import PartialRound, drift_of, gap_of, in_order, join, sum_parts
 from fedllm.federation.sampling import deal
 from fedllm.federation.setup import BUFFERS, Setup
@@ -37,7 +37,7 @@ class Plan:
     min_clients: accepted uploads below which the run stops. progress(done, total): called after each local step, in
     client-steps of this process. parts: the number of parts into which the clients are divided by their work; their
     sums are added in the order of the parts. executor: the processes that compute them; their number changes nothing.
-    products: those whose gap is measured in this round, see product_gap.
+    products: those whose gap is measured in this round, see product_gap. trainer: see train_part.
     """
 
     stacked_clients: int | None = None
@@ -46,6 +46,7 @@ class Plan:
     parts: int = 1
     executor: Executor = field(default_factory=Executor)
     products: Sequence[Product] = ()
+    trainer: Trainer = train_together
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,8 @@ def _train_parts(
     found: list[PartialRound] = []
     stacked = plan.stacked_clients
     for steps in parts:
-        found.append(train_part(setup, state, steps, set(tracked), stacked, progress, keep=bool(plan.products)))
+        given = (setup, state, steps, set(tracked), stacked, progress, bool(plan.products), plan.trainer)
+        found.append(train_part(*given))
         stacked = found[-1].forced or stacked
     return found
 
