@@ -84,6 +84,7 @@ def test_other_data_in_rays_process_ends_the_run(
     ("overrides", "message"),
     [
         (["run.device=cuda"], "run.device: found cuda"),
+        (["lora.train=turns"], "lora.train: found turns"),
         (["algorithm.tracking_init=gradient"], "algorithm.tracking_init: found gradient"),
         (
             ["privacy={level: sample, noise: 1.0, delta: 1.0e-4, clip: 0.5}", "local={steps: 2, batch_size: 8}",
