@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="overrides of the recipe, such as data.max_train=400")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as scratch:
         found = measure(Path(scratch), arguments.rounds, arguments.repeats, arguments.overrides)
     arguments.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
