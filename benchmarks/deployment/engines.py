@@ -35,7 +35,7 @@ def measure(folder: Path, rounds: int, repeats: int, overrides: list[str]) -> di
         for engine in order:
             loads.append((engine, round(os.getloadavg()[0], 2)))
             lines = run_recipe(RECIPE, [*own, f"run.engine={engine}"], folder / f"{engine}-{repeat}").metrics
-            seconds = [line["seconds"] - (line.get("eval_seconds") or 0.0) for line in lines]
+            seconds = [line["seconds"] for line in lines]
             first[engine].append(round(seconds[0], 3))
             later[engine] += [round(value, 3) for value in seconds[1:]]
         differences.append(_difference(*(folder / f"{engine}-{repeat}" for engine in ENGINES)))
