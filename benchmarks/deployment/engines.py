@@ -35,7 +35,7 @@ def measure(folder: Path, rounds: int, repeats: int, overrides: list[str]) -> di
         for engine in order:
             loads.append((engine, round(os.getloadavg()[0], 2)))
             lines = run_recipe(RECIPE, [*own, f"run.engine={engine}"], folder / f"{engine}-{repeat}").metrics
-            seconds = [line["seconds"] - (line.get("eval_seconds") or 0.0) for line in lines]
+            seconds = [line["seconds"] for line in lines]
             first[engine].append(round(seconds[0], 3))
             later[engine] += [round(value, 3) for value in seconds[1:]]
         differences.append(_difference(*(folder / f"{engine}-{repeat}" for engine in ENGINES)))
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="overrides of the recipe, such as data.max_train=400")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as scratch:
         found = measure(Path(scratch), arguments.rounds, arguments.repeats, arguments.overrides)
     arguments.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
