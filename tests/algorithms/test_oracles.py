@@ -68,6 +68,7 @@ class Recorded(QuadraticProblem):
 
 
 @pytest.mark.parametrize(("name", "keys"), [("scaffold", {}), ("scaffoldm", {"beta": 0.5})])
+@pytest.mark.slow
 def test_scaffold_reaches_the_optimum(name: str, keys: dict) -> None:
     problem = different_clients()
     result = simulate(load_algorithm(name, lr=0.02, **keys), problem, rounds=400, local_steps=5)
@@ -75,12 +76,14 @@ def test_scaffold_reaches_the_optimum(name: str, keys: dict) -> None:
     close(result.clients["c"], problem.full_gradient(problem.optimum(), range(N)), 1e-9)
 
 
+@pytest.mark.slow
 def test_scaffold_reaches_the_optimum_under_partial_participation() -> None:
     problem = different_clients()
     alg = load_algorithm("scaffold", lr=0.02)
     close(simulate(alg, problem, rounds=900, local_steps=5, clients_per_round=3).x, problem.optimum(), 1e-10)
 
 
+@pytest.mark.slow
 def test_fedavg_reaches_the_biased_point_of_its_own_equation() -> None:
     """After K exact steps x_i = a_i + P_i (x - a_i), P_i = (I - eta H_i)^K; at rest mean_i (I-P_i)(x-a_i) = 0."""
     problem, eta = different_clients(), 0.1
@@ -117,6 +120,7 @@ def test_first_step_of_fadamgc_at_the_optimum_is_nought(local: str) -> None:
     assert float((found - problem.optimum()).norm()) < 1e-8
 
 
+@pytest.mark.slow
 def test_fadamgc_reaches_the_optimum_and_localadam_does_not() -> None:
     problem = different_clients()
     corrected, plain = (
@@ -236,6 +240,7 @@ def test_fedprox_without_its_term_is_fedavg() -> None:
 
 
 @pytest.mark.parametrize("sampled", [N, 2])
+@pytest.mark.slow
 def test_feddyn_reaches_the_optimum(sampled: int) -> None:
     problem = different_clients()
     alg = load_algorithm("feddyn", lr=0.1, alpha=1.0)

@@ -14,6 +14,7 @@ from fedllm.cli.commands import main
 
 
 @pytest.mark.parametrize("base", list(gpu.BASES))
+@pytest.mark.slow
 def test_a_made_recipe_is_good(tmp_path: Path, base: str, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = gpu.write_recipe(tmp_path, base, small=True)
     assert main(["run", str(recipe), "--dry-run", "run.device=cpu"]) == 0

@@ -72,6 +72,7 @@ def test_speed(
     assert set(json.loads((tmp_path / "speed.json").read_text())["sides"]) == {"fedllm", *sides}
 
 
+@pytest.mark.slow
 def test_stacked_clients(tiny: Path, tmp_path: Path) -> None:
     case = stacked_clients.Case("MiniLM", str(tiny / "recipe.yaml"), ["partition.scheme=iid"], 2, 4, evaluated=10)
     found = stacked_clients.measure(case, ["run.device=cpu"], 1, time.perf_counter, ReadCache())

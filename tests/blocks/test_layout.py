@@ -48,6 +48,7 @@ def block_index(bp: BlockPartition) -> torch.Tensor:
     trainable_only=st.booleans(),
     batch=BATCHES,
 )
+@pytest.mark.slow
 def test_means_and_expand_agree_with_plain_loops(
     model: nn.Module, scheme: str, minimum: int | None, trainable_only: bool, batch: tuple[int, ...]
 ) -> None:

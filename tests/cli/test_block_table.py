@@ -38,6 +38,7 @@ def test_a_config_is_enough(name: str, options: list[str], folders: Path, capsys
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet", "mixtral"])
+@pytest.mark.slow
 def test_filters_tokens_and_experts_are_drawn(name: str, folders: Path, tmp_path: Path) -> None:
     picture = tmp_path / "blocks.svg"
     assert main(["blocks", str(folders / name), "--full", "--draw", str(picture)]) == 0

@@ -194,6 +194,7 @@ def test_blocks_algorithms_doctor_and_help(capsys: pytest.CaptureFixture[str], t
     assert "federation.clients_per_round" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_run_report_export(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert main(["run", recipe, f"run.dir={run}", "federation.rounds=1"]) == 0
@@ -204,6 +205,7 @@ def test_run_report_export(capsys: pytest.CaptureFixture[str], recipe: str, tmp_
     assert "not a run folder" in fails(capsys, "export", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_damaged_result_is_named_and_made_again(
     capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path
 ) -> None:
@@ -228,6 +230,7 @@ def test_a_damaged_result_is_named_and_made_again(
     assert json.loads((folder / "result.json").read_text())["final"] == json.loads(whole["result.json"])["final"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_the_tokenizer_is_written_loses_nothing(
     capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def command(*words: str, **environment: str) -> tuple[int, set[str], str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
+@pytest.mark.slow
 def test_what_needs_no_model_answers_without_torch(words: list[str], code: int, said: str) -> None:
     found, modules, output = command(*words)
     assert said in output
@@ -86,6 +87,7 @@ def test_reading_a_recipe_imports_neither_torch_nor_transformers_nor_numpy() -> 
 @pytest.mark.parametrize(
     "words", [["run", "missing.yaml"], ["sweep", RECIPE, "missing.yaml"], ["run", "a", "--profle"]]
 )
+@pytest.mark.slow
 def test_of_the_processes_of_a_launcher_one_says_what_is_wrong_and_none_waits(words: list[str]) -> None:
     """Nobody listens at the address, so that a process that asked for the others would not end."""
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}

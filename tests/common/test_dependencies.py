@@ -53,11 +53,13 @@ def names(requirements: list[Requirement]) -> set[str]:
     return {canonicalize_name(need.name) for need in requirements}
 
 
+@pytest.mark.slow
 def test_every_import_is_of_a_declared_dependency() -> None:
     declared = names(CORE).union(*map(names, EXTRAS.values()))
     assert {name: files for name, files in distributions().items() if name not in declared} == {}
 
 
+@pytest.mark.slow
 def test_every_core_dependency_is_imported() -> None:
     assert names(CORE) - set(distributions()) == IMPORTED_BY_OTHERS
 

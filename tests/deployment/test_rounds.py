@@ -93,6 +93,7 @@ def test_a_site_is_asked_again_in_its_next_life_and_after_ask_again() -> None:
     assert [link.sent.count((site, "train")) for site in range(3)] == [1, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_know_the_run_is_told_again() -> None:
     again = Failure("has not been told of this run", "site", again=True).to_bytes()
     link = ScriptedLink({0: "a", 1: "a", 2: "a"}, lambda site, kind, count: again if count == 1 else b"answer")

@@ -41,11 +41,13 @@ def fitted(kind: str, size: int, name: str = "fadamgc", steps: int = STEPS) -> U
         pytest.param("causal", "fedavg", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_round_is_that_of_client_fit(kind: str, name: str, tmp_path: Path) -> None:
     assert_same(trained(kind, arguments(tmp_path), name=name), fitted(kind, 4, name), 1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_accumulated_batches_are_one_larger_batch(kind: str, tmp_path: Path) -> None:
     """The samples learn different numbers of tokens, and the last step has two batches instead of three. With FedAvg,
     whose steps are as long as the gradient."""

@@ -8,7 +8,8 @@ import pytest
 from launched import launch
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
 def test_several_processes_agree_with_one(tmp_path: Path, processes: int) -> None:
     done = launch("tests/support/collective_checks.py", str(tmp_path), processes=processes)
     assert done.returncode == 0, done.stderr

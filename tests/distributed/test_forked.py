@@ -48,6 +48,7 @@ def test_a_fork_finds_what_a_process_of_torchrun_finds(tmp_path: Path) -> None:
     assert {key: value for key, value in fork.items() if value != process[key]} == {}, process
 
 
+@pytest.mark.slow
 def test_forks_have_ranks_and_generators_of_their_own(tmp_path: Path) -> None:
     script = tmp_path / "state.py"
     script.write_text(STATE)
@@ -61,6 +62,7 @@ def test_forks_have_ranks_and_generators_of_their_own(tmp_path: Path) -> None:
         assert [int(state["environment"][name]) for name in names] == [rank, rank, 0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_fork_ends_as_python_ends(tmp_path: Path) -> None:
     script = tmp_path / "ends.py"
     script.write_text(
@@ -78,6 +80,7 @@ def test_a_fork_ends_as_python_ends(tmp_path: Path) -> None:
     assert done["raise"].stderr.endswith("ValueError: found none\n")
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_others_are_asked_to_end(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(

@@ -136,6 +136,7 @@ def test_memory_that_gives_out_in_one_process_counts_for_all(tiny: Path, tmp_pat
     assert ours == pytest.approx([line["train_loss"] for line in alone.metrics], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_users_mistake_is_told_once(tiny: Path) -> None:
     done = torchrun("scripts/fedtune.py", str(tiny / "recipe.yaml"), "algorithm.lr=-1")
     assert done.returncode != 0
@@ -218,6 +219,7 @@ def test_processes_must_have_read_the_same_data(tiny: Path, tmp_path: Path) -> N
     assert done.stderr.count("process 1 read other data than process 0 (it differs in: training") == 1
 
 
+@pytest.mark.slow
 def test_shares_change_nothing_but_rounding(tiny: Path, tmp_path: Path, one: Path) -> None:
     whole = run_recipe(tiny / "recipe.yaml", OVERRIDES, tmp_path / "whole").folder
     assert_close(one, whole)

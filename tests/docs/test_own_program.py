@@ -131,6 +131,7 @@ def until_done(main: Callable[..., None], *arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("dying", [[], ["from-1-2", "to-1-3", "from-0-4"]], ids=["well", "restarted"])
+@pytest.mark.slow
 def test_the_example(place: Path, monkeypatch: pytest.MonkeyPatch, dying: list[str]) -> None:
     """Three sites and the server, left alone or dying on the way, give what one process gives; plain PEFT loads it."""
     torch.manual_seed(0)
@@ -173,6 +174,7 @@ def test_the_trainer(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fadamgc", "fedadamw", "scaffold"])
+@pytest.mark.slow
 def test_sites_of_plain_transformers_are_the_run_of_a_recipe(tiny: Path, tmp_path: Path, name: str) -> None:
     """The same clients, batches and start, without dropout: the adapters of the two, by PEFT's names."""
     overrides = (f"algorithm={{name: {name}, lr: 1.0e-2}}", "lora.dropout=0", "model.dropout=0", "run.threads=1")
@@ -258,6 +260,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
+@pytest.mark.slow
 def test_the_flower_app(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A new client for every message, and two uploads lost on the way."""
     stand_in(monkeypatch)

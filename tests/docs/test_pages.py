@@ -123,6 +123,7 @@ def test_recipe_of_your_own_data(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "mine.yaml").partition.column == yaml.safe_load(code)["partition"]["column"]
 
 
+@pytest.mark.slow
 def test_recipe_of_chats(tmp_path: Path) -> None:
     """One round of it, with a tiny model."""
     (code,) = blocks("yaml", (REPO / "docs/guides/instruction_tuning.md").read_text(encoding="utf-8"))

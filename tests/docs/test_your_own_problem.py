@@ -24,6 +24,7 @@ def page() -> dict[str, Any]:
     return {**names, "printed": printed}
 
 
+@pytest.mark.slow
 def test_the_algorithms_of_the_page_learn_the_digits(page: dict[str, Any]) -> None:
     assert [name for name, _ in page["printed"]] == ["fedavg", "scaffold", "fadamgc"]
     for name, accuracy in page["printed"]:

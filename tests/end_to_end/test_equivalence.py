@@ -141,6 +141,7 @@ class _InOrder(Trainer):
 
 
 @pytest.mark.parametrize("name", ["localadamw", "fadamgc", "fedadamw"])
+@pytest.mark.slow
 def test_optimizer_in_a_plain_trainer_equals_client_equals_round_loop(tiny: Path, tmp_path: Path, name: str) -> None:
     """Round 2 of one client: transformers.Trainer with FederatedOptimizer, Client.fit, and the cohort's loop."""
     built = job(tiny, f"algorithm={{name: {name}, lr: 1.0e-2}}", "lora.dropout=0", "model.dropout=0")

@@ -27,6 +27,7 @@ ALL = [*PRIVATE, "federation.clients_per_round=8"]  # all of N, so that epsilon 
 POISSON = [*PRIVATE, "federation={clients_per_round: 3, sampling: poisson}"]
 
 
+@pytest.mark.slow
 def test_epsilon_is_in_every_evaluated_line_in_the_result_on_the_card_and_on_the_page(
     tiny: Path, tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def test_the_cards_code_asks_as_in_training(run: Path, capsys: pytest.CaptureFix
     assert printed.strip() != ""
 
 
+@pytest.mark.slow
 def test_gpt2_and_a_template_of_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The two adapted parts of GPT-2's fused projection are one adapter of it for PEFT."""
     folder = run_causal(tmp_path, "gpt2", "data.template=alpaca", "data.system=null", "data.max_length=60")

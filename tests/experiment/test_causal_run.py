@@ -174,6 +174,7 @@ def test_a_resumed_run_has_the_same_bits(
 
 
 @pytest.mark.parametrize("words", [["run.stacked_clients=1"], ["run.slices=1"], ["run.gradient_checkpointing=true"]])
+@pytest.mark.slow
 def test_grouping_changes_nothing_beyond_rounding(causal: Path, run: Path, tmp_path: Path, words: list[str]) -> None:
     other = run_recipe(causal / "recipe.yaml", words, tmp_path / "run").result
     assert other["final"]["eval_loss"] == pytest.approx(result(run)["final"]["eval_loss"], rel=1e-4)
@@ -188,6 +189,7 @@ def test_two_processes_give_the_result_of_one(causal: Path, run: Path, tmp_path:
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedadamw", "localadamw", "padamfed", "fa_nt"])
+@pytest.mark.slow
 def test_algorithms_of_every_kind_train_it(causal: Path, tmp_path: Path, algorithm: str) -> None:
     words = [f"algorithm={{name: {algorithm}}}", "federation.rounds=2", "eval.samples=0", "eval.start=true"]
     told = run_recipe(causal / "recipe.yaml", words, tmp_path / "run").result

@@ -47,6 +47,7 @@ def chat(run: Path, said: str, monkeypatch: pytest.MonkeyPatch, *words: str) -> 
     return main(["chat", str(run), "--new-tokens", "5", *words])
 
 
+@pytest.mark.slow
 def test_a_chat_from_a_pipe_is_one_conversation(
     run: Path, answerer: Answerer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

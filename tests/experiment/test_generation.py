@@ -44,6 +44,7 @@ def by_hand(model: Any, prompt: list[int], new_tokens: int, end: int) -> list[in
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_answers_are_those_of_a_plain_loop(tmp_path: Path, family: str) -> None:
     """The checkpoint's penalty of repetitions plays no part."""
     model, tokenizer = trained(tmp_path, family)

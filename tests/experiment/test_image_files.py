@@ -74,6 +74,7 @@ def agree(rows: list[dict[str, Any]], wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.slow
 def test_predictions_are_those_of_transformers(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_run_steps_down_says_so_once_and_records_it(
     assert "do not fit" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_client_too_large_ends_the_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoraProblem, "loss_and_gradient", crowded(0))
     with pytest.raises(RunError, match=r"client \d: its step alone does not fit into memory"):

@@ -144,6 +144,7 @@ def test_what_others_lack_is_told(hub: Hub, run: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [(401, 2), (403, 2), (500, 1)])
+@pytest.mark.slow
 def test_a_hub_that_refuses(hub: Hub, run: Path, status: int, code: int) -> None:
     hub.refuses = status
     found, said = push(hub.address, run, "me/mine")
@@ -162,6 +163,7 @@ def test_no_network(run: Path) -> None:
     assert "cannot be reached: " in said
 
 
+@pytest.mark.slow
 def test_no_token_and_no_name(hub: Hub, run: Path, tmp_path: Path) -> None:
     code, said = push(hub.address, run, "me/mine", token="", HF_HOME=str(tmp_path / "home"))
     assert (code, hub.created) == (2, [])

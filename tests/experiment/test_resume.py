@@ -67,6 +67,7 @@ def test_a_finished_run_gets_more_rounds_and_the_bits_of_a_run_of_that_length(
 
 
 @pytest.mark.parametrize("then", [2, 3])
+@pytest.mark.slow
 def test_a_kill_while_it_begins_to_go_on_loses_nothing(
     tiny: Path, folder: Path, two: RunResult, three: RunResult, then: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def moved(tiny: Path, place: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.slow
 def test_data_and_model_may_lie_elsewhere(
     tiny: Path, tmp_path: Path, folder: Path, two: RunResult, finished: bool
 ) -> None:
@@ -212,6 +214,7 @@ def test_other_content_at_another_place_is_refused_and_the_folder_keeps_its_reci
     assert {name: (folder / name).read_bytes() for name in before} == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_digest_of_the_model_keeps_its_place(tiny: Path, tmp_path: Path, folder: Path) -> None:
     for path in (folder / "checkpoints").glob("*/manifest.json"):
         manifest = json.loads(path.read_text())

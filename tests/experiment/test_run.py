@@ -109,6 +109,7 @@ def test_same_recipe_same_bits(finished: RunResult, tiny: Path, tmp_path: Path) 
     assert numbers(again) == numbers(finished)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_numbers(finished: RunResult, tiny: Path, tmp_path: Path) -> None:
     other = run_recipe(tiny / "recipe.yaml", ["run.seed=1"], tmp_path / "other")
     assert not same_bits(finished.folder, other.folder)
@@ -157,6 +158,7 @@ def test_kill_9_at_any_moment_and_start_again(tiny: Path, tmp_path: Path, finish
     assert same_bits(folder, finished.folder)
 
 
+@pytest.mark.slow
 def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(
     tiny: Path, tmp_path: Path, finished: RunResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,6 +176,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(
     assert same_bits(folder, finished.folder)
 
 
+@pytest.mark.slow
 def test_a_poisoned_client_is_rejected_by_name_and_the_round_goes_on(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +219,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, module: ModuleType, after: int) -
     return calls
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_saving_keeps_the_last_checkpoint(
     tiny: Path, tmp_path: Path, finished: RunResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +237,7 @@ def test_a_full_disk_while_saving_keeps_the_last_checkpoint(
     assert same_bits(folder, finished.folder)
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_a_client_is_kept_leaves_the_last_checkpoint(
     tiny: Path, tmp_path: Path, finished: RunResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +353,7 @@ def test_export_needs_no_data(finished: RunResult, tmp_path: Path) -> None:
         lambda text: text[: text.rindex("red")],
     ],
 )
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path, change: Callable[[str], str]) -> None:
     """All labels swapped; the last row gone."""
     data = tmp_path / "train.csv"
@@ -446,6 +452,7 @@ def test_run_stops_at_the_target_when_asked(tiny: Path, tmp_path: Path) -> None:
     assert (result["rounds"], result["rounds_to_target"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_a_target_of_the_loss_which_it_reaches_from_above(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -558,6 +565,7 @@ def test_gpt2_trains_on_real_pairs_with_the_real_tokenizer(tmp_path: Path) -> No
     assert any("c_attn" in name for name in adapter(result.folder))
 
 
+@pytest.mark.slow
 def test_the_pass_for_tracking_init_gradient_is_counted_and_survives_a_resume(tiny: Path, tmp_path: Path) -> None:
     """x0 down to and a gradient up from each of the N = 8 clients, once, besides the rounds' own bytes."""
     overrides = ["algorithm.tracking_init=gradient", "federation.rounds=2"]

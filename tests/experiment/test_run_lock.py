@@ -93,6 +93,7 @@ def test_what_another_one_has_comes_last(tmp_path: Path) -> None:
     assert done == [("a", False), ("b", False), ("busy", True)]
 
 
+@pytest.mark.slow
 def test_a_killed_process_releases_the_folder(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from fedllm.experiment.run_lock import run_lock\n"
@@ -122,6 +123,7 @@ def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_flock")
+@pytest.mark.slow
 def test_without_flock_a_folder_is_held_by_one(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     with run_lock(folder):
@@ -136,6 +138,7 @@ def test_without_flock_a_folder_is_held_by_one(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_flock")
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.slow
 def test_without_flock_a_lease_that_nobody_refreshes_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool, wait: bool
 ) -> None:

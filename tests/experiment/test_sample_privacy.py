@@ -57,6 +57,7 @@ def test_epsilon_is_that_of_the_steps_really_taken(tiny: Path, finished: RunResu
     load_run(finished.folder)
 
 
+@pytest.mark.slow
 def test_the_plan_tells_epsilon_batches_and_noise(tiny: Path, finished: RunResult) -> None:
     from rich.console import Console
 

@@ -208,6 +208,7 @@ def test_a_full_disk_at_the_server_ends_the_run_which_goes_on(
     assert apart(found, simulated(three / "recipe.yaml", OVERRIDES, tmp_path / "simulated")) <= 1e-6
 
 
+@pytest.mark.slow
 def test_too_few_sites_end_the_run_with_their_reasons(three: Path, tmp_path: Path) -> None:
     link = link_of(three, tmp_path)
     link.end(0)

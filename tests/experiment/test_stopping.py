@@ -62,6 +62,7 @@ def rounds_done(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+@pytest.mark.slow
 def test_a_signal_ends_the_round_with_a_checkpoint_and_the_run_goes_on_to_the_same_bits(
     tiny: Path, tmp_path: Path, whole: Path, name: str, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -83,6 +84,7 @@ def test_a_signal_ends_the_round_with_a_checkpoint_and_the_run_goes_on_to_the_sa
     assert same_bits(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(
     tiny: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +131,7 @@ def test_a_signal_in_the_last_round_lets_the_run_finish(
     assert same_bits(tmp_path / "run", whole)
 
 
+@pytest.mark.slow
 def test_max_hours_ends_after_a_round_with_its_own_exit_code(
     tiny: Path, tmp_path: Path, whole: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def run_tiny(tiny: Path, folder: Path, trackers: str, *more: str) -> list[dict[s
     return run_recipe(tiny / "recipe.yaml", overrides, folder).metrics
 
 
+@pytest.mark.slow
 def test_tensorboard_is_the_default_and_repeats_no_round(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for _ in range(2):
@@ -126,6 +127,7 @@ def test_wandb_goes_online_only_where_its_environment_says_so(
         assert module.inits[0]["dir"] == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_does_not_end_the_run(
     tiny: Path, tmp_path: Path, stand_in: Callable[[str], StandIn], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +162,7 @@ def test_an_unknown_tracker_is_a_mistake(tiny: Path, capsys: pytest.CaptureFixtu
     assert "run.trackers: found ['wanda'], expected a list of any of: tensorboard, wandb, trackio" in error
 
 
+@pytest.mark.slow
 def test_no_trackers_and_other_trackers_are_the_same_run(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = run_tiny(tiny, folder, "[]")

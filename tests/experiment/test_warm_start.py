@@ -37,6 +37,7 @@ def merged(first: RunResult) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_from_a_merged_adapter_begins_where_that_one_ended(
     tiny: Path, tmp_path: Path, first: RunResult, merged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def cost_of(run: RunResult) -> Cost:
     return COSTS[run.result["algorithm"]]
 
 
+@pytest.mark.slow
 def test_bytes_both_ways(costed: RunResult) -> None:
     cost = cost_of(costed)
     for line in costed.metrics:
@@ -153,6 +154,7 @@ STEPS = "local={epochs: null, steps: 2, batch_size: 4}"
 
 
 @pytest.mark.parametrize(("form", "sent"), [("tracked", 4), ("one_vector", 2)])
+@pytest.mark.slow
 def test_the_forms_of_fa_nt(tiny: Path, tmp_path: Path, form: str, sent: int) -> None:
     overrides = [*EVERYONE, STEPS, f"algorithm={{name: fa_nt, lr: 0.01, form: {form}}}"]
     run = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / form)

@@ -129,6 +129,7 @@ def test_a_read_would_be_noticed() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_no_family_reads_its_mask(tmp_path: Path, family: str) -> None:
     """In packed rows, in padded ones, and in the pass for full gradients."""
     problem = lora_problem(tmp_path, family)
@@ -199,6 +200,7 @@ VIEWS = ("view", "expand", "slice", "select", "split", "transpose", "squeeze", "
 
 
 @pytest.mark.parametrize("family", list(LAYERS))
+@pytest.mark.slow
 def test_a_layer_launches_few_operations(tmp_path: Path, family: str) -> None:
     """Forward and backward in bfloat16, LoRA on two projections, with and without dropout of its input: what a GPU's
     host has to launch, and what it would wait for in small passes."""

@@ -73,6 +73,7 @@ def error(setup: Setup) -> float:
 
 
 @pytest.mark.parametrize("attack", ["flip", "noise"])
+@pytest.mark.slow
 def test_the_mean_falls_and_the_rules_do_not(attack: str) -> None:
     clean = error(setup_of("fedavg"))
     assert clean < 0.3

@@ -343,6 +343,7 @@ def test_folder_without_a_model_and_with_two(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_unreadable_files(tmp_path: Path) -> None:
     save_tiny(tmp_path, "bert")
     weights = tmp_path / "model.safetensors"

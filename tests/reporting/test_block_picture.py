@@ -80,6 +80,7 @@ def test_other_schemes_are_drawn_too() -> None:
         draw_blocks(cards(model, blocks), scheme, blocks)
 
 
+@pytest.mark.slow
 def test_command(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for suffix, options in ((".png", ["--full"]), (".svg", ["--rank", "2"])):
         picture = tmp_path / f"blocks{suffix}"

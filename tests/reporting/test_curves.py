@@ -36,6 +36,7 @@ def test_names_are_moved_apart_and_keep_their_order_and_centre(heights, gap):
     assert sum(moved) == pytest.approx(sum(heights), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_names_of_close_lines_do_not_overlap(tmp_path):
     folders = [make_run(tmp_path / "a", algorithm="fedavg", scores=(0.5, 0.849), target=0.85)]
     for number, name in enumerate(("fadamgc", "localadam", "fedadamw", "scaffold")):
@@ -65,6 +66,7 @@ def test_where_nothing_was_evaluated_only_the_loss_is_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("rounds", [1, 12, 300])
+@pytest.mark.slow
 def test_a_run_leaves_its_picture(tmp_path, rounds):
     folder = make_run(tmp_path / "a", scores=[0.9 - 0.5 / t for t in range(1, rounds + 1)])
     picture = plot_run(folder)
@@ -137,6 +139,7 @@ def test_over_time_a_line_ends_at_the_mean_of_the_final_scores(tmp_path):
     assert list(lines_of(axes)[COLOURS[0]].get_ydata()) == pytest.approx([0.3, 0.45, 0.5, 0.6])
 
 
+@pytest.mark.slow
 def test_the_order_of_the_names_over_time_is_that_of_the_final_scores(tmp_path):
     """The best group has one quick seed, which ends when its scores are still low in the slow one."""
     best = [make_run(tmp_path / f"a{i}", scores=(0.1, 0.2, 0.9), seed=i, simulated=10.0 ** (i + 1)) for i in range(2)]

@@ -130,6 +130,7 @@ def twelve(folder):
 
 
 @pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.slow
 def test_two_data_sets_are_two_tables_that_fit_the_terminal(tmp_path, width, monkeypatch):
     folders = twelve(tmp_path)
     monkeypatch.setattr(console, "width", width)

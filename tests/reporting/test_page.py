@@ -111,6 +111,7 @@ def test_settings_are_those_shared_and_those_of_each_group(tmp_path):
     assert "Nothing: every folder was read" in text
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_of_the_world_and_nothing_runs(full):
     text = full.read_text()
     elements = Elements(text)
@@ -150,6 +151,7 @@ def test_figures_take_the_colours_of_the_page(full):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: the page was not opened in a browser")
+@pytest.mark.slow
 def test_a_browser_shows_what_was_written(full, tmp_path):
     """The browser finds the elements that were written and no others, runs nothing, and complains about nothing."""
     flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--enable-logging=stderr")

@@ -9,6 +9,7 @@ import sys
 from repository import REPO
 
 
+@pytest.mark.slow
 def test_matplotlib_does_not_warn() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPO), "MPLCONFIGDIR": "/proc/no-such-folder"}
     command = [sys.executable, "-c", "import fedllm.reporting.style"]

@@ -346,6 +346,7 @@ def test_the_deviation_has_two_significant_digits_and_the_mean_as_many_decimals(
     assert mean_and_deviation(values, decimals) == text
 
 
+@pytest.mark.slow
 def test_a_target_asked_for_is_the_one_of_titles_figures_and_runs(tmp_path, capsys):
     folder = make_run(tmp_path / "a", target=0.85)
     command = ["report", str(folder), "--out", str(tmp_path / "out"), "--target", "accuracy=0.5"]
@@ -433,6 +434,7 @@ def test_nothing_to_report_is_an_error_that_names_every_folder(tmp_path):
         report([make_run(tmp_path / "a")], formats=["pdf"])
 
 
+@pytest.mark.slow
 def test_a_report_imports_neither_torch_nor_transformers(tmp_path):
     program = (
         "import sys; from fedllm.reporting.report import report; import fedllm.reporting.score_table\n"

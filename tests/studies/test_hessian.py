@@ -127,6 +127,7 @@ def test_blocks_of_the_small_transformer_are_those_of_the_rules() -> None:
         assert torch.equal(owner - owner.min(), expected.flatten()), role
 
 
+@pytest.mark.slow
 def test_smaller_initial_weights_widen_the_gap_between_query_and_value() -> None:
     """The factor between value and query depends on the initial scale (docs/explanation/hessian.md)."""
     p = problem("transformer")

@@ -331,6 +331,7 @@ def test_a_grid_file_that_is_not_there(tiny: Path, capsys: pytest.CaptureFixture
     assert "nowhere.yaml: cannot be read: No such file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_choosing_by_a_metric_that_the_task_has_not(tiny: Path, tmp_path: Path) -> None:
     grid = write(
         tmp_path, set={"federation.rounds": 1}, grid={"algorithm.lr": [0.1, 0.2]}, choose={"rounds": 1, "by": "pearson"}

@@ -116,6 +116,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("cell", SETTINGS, ids="-".join)
+@pytest.mark.slow
 def test_rows_that_are_settings_differ_from_the_method_in_them_alone(cell: tuple[str, str]) -> None:
     name, row = cell
     table = TABLES[name]

@@ -133,6 +133,7 @@ def test_a_run_without_the_target_and_a_run_of_other_settings(
     assert found["fedavgm", "sst2", "rounds"]["ours"] == "1"
 
 
+@pytest.mark.slow
 def test_a_task_without_data_is_named_once_and_the_others_go_on(
     stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +172,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(
     assert cells(tmp_path)["fadamgc", "sst2", "rounds"]["seeds"] == "1"
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_had_ends_before_anything_runs(
     stand_ins: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ SOURCES = ["bytes", pytest.param("gpt2", marks=pytest.mark.skipif(not GPT2.is_fi
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_the_learned_tokens_are_the_answers_and_their_ends(family: str, source: str) -> None:
     tokenizer, end = chat_tokenizer(family, source), FAMILIES[family][4]
     tokens = encode(tokenizer, THREE)

@@ -38,6 +38,7 @@ def test_outputs_stand_in_the_rows_of_their_samples() -> None:
     assert cuts == 1
 
 
+@pytest.mark.slow
 def test_where_memory_gives_out_the_rest_is_cut_into_more_parts() -> None:
     tried: list[int] = []
 

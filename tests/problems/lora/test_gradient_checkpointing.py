@@ -35,6 +35,7 @@ def step(job: Job) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("targets", ["[query, value]", "all-linear"])
 @pytest.mark.parametrize("slices", ["auto", "2"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_the_same_bits_from_fewer_bytes(tiny: Path, tmp_path: Path, family: str, slices: str, targets: str) -> None:
     name = save_tiny(tmp_path / family, family)
     settings = (f"run.slices={slices}", f"lora.targets={targets}")
@@ -91,6 +92,7 @@ def test_a_block_that_a_pass_goes_through_twice_drops_as_it_did() -> None:
     assert torch.equal(*gradients)
 
 
+@pytest.mark.slow
 def test_a_run_with_it_is_the_run_without(tiny: Path, tmp_path: Path) -> None:
     whole = run_recipe(tiny / "recipe.yaml", ["run.threads=1"], tmp_path / "whole")
     saving = run_recipe(tiny / "recipe.yaml", ["run.threads=1", "run.gradient_checkpointing=true"], tmp_path / "saving")

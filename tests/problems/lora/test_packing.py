@@ -132,6 +132,7 @@ OTHERS = {
     ("family", "targets"),
     [*itertools.product(FAMILIES, ["[query, value]", "all-linear"]), ("opt", "mlp"), ("phi3", "all-linear")],
 )
+@pytest.mark.slow
 def test_packed_rows_give_the_gradients_of_padded_ones(
     tiny: Path, tmp_path: Path, family: str, targets: str, equal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("setting", ["run.precision=bfloat16", "model.dtype=bfloat16"])
+@pytest.mark.slow
 def test_bfloat16_stays_close_to_float32_and_all_state_is_float32(tiny: Path, setting: str) -> None:
     exact, low = job(tiny, "run.precision=float32"), job(tiny, "run.precision=float32", setting)
     (reference, _), (federation, losses) = trained(exact), trained(low)
@@ -91,6 +92,7 @@ def test_frozen_matrices_are_cast_once_to_the_bits_that_autocast_gives(
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantize", ["4bit", "8bit"])
+@pytest.mark.slow
 def test_clients_train_over_an_untouched_quantised_base(tiny: Path, quantize: str, precision: str) -> None:
     pytest.importorskip("bitsandbytes")
     setting = ("algorithm.lr=0.03", f"run.precision={precision}", f"model.quantize={quantize}")
@@ -121,6 +123,7 @@ def test_8bit_layers_keep_quiet_and_their_rows_apart(tiny: Path, capfd: pytest.C
 
 
 @pytest.mark.parametrize("quantize", ["4bit", "8bit"])
+@pytest.mark.slow
 def test_clients_over_a_quantised_base_train_together_as_one_by_one(tiny: Path, quantize: str) -> None:
     pytest.importorskip("bitsandbytes")
     built = job(tiny, f"model.quantize={quantize}", "run.precision=float32")
