@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from repository import REPO
 
 
