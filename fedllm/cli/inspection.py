@@ -65,7 +65,7 @@ def _partition(arguments: argparse.Namespace) -> int:
     with importing():
         from fedllm.common.console import say, say_all, stage
         from fedllm.config.own_files import require_own_files
-        from fedllm.data.partition_file import get_partition, partition_name, write_partition
+        from fedllm.data.partition_file import get_partition, left_out_notes, partition_name, write_partition
         from fedllm.experiment.recipe_data import read_data
 
     require_own_files(recipe)
@@ -73,6 +73,7 @@ def _partition(arguments: argparse.Namespace) -> int:
         dataset = read_data(recipe, progress)
     say_all(dataset.notes, dataset.warnings)
     parts = get_partition(recipe.partition, dataset)
+    say_all(left_out_notes(recipe.partition, dataset, parts), ())
     path = arguments.out or Path("partitions") / partition_name(recipe.partition, dataset)
     write_partition(path, parts, recipe.partition, dataset)
     sizes = sorted(map(len, parts))

@@ -210,8 +210,15 @@ def _partition(recipe: Recipe) -> str:
     partition = recipe.partition
     if partition.file is not None:
         return f"partition file {_plain(Path(partition.file).name)}"
-    of_scheme = {"dirichlet_classes": "alpha", "dirichlet_clients": "alpha", "shards": "shards_per_client"}
-    names = [name for name in (of_scheme.get(partition.scheme), "seed") if name]
+    of_scheme = {
+        "dirichlet_classes": ["alpha"],
+        "dirichlet_clients": ["alpha"],
+        "dirichlet_clusters": ["alpha", "clusters"],
+        "quantity": ["alpha"],
+        "shards": ["shards_per_client"],
+        "by_column": [] if partition.max_size is None else ["max_size"],
+    }
+    names = [*of_scheme.get(partition.scheme, []), "seed"]
     return f"partition {partition.scheme}, {_settings({name: getattr(partition, name) for name in names})}"
 
 

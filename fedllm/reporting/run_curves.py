@@ -94,11 +94,15 @@ def partition_words(section: dict[str, Any], column: str | None = None) -> str:
     if section.get("file"):
         return printable(f"clients of {Path(str(section['file'])).name}")
     if section["scheme"] == "by_column":
-        return printable(f"one client per {section.get('column')}")
+        most = section.get("max_size")
+        limit = f", at most {most} samples" if most is not None else ""
+        return printable(f"one client per {section.get('column')}{limit}")
     alpha = setting_text(section.get("alpha"))
     schemes = {
         "dirichlet_classes": f"Dirichlet({alpha}) over {column or 'classes'}",
         "dirichlet_clients": f"Dirichlet({alpha}) over clients",
+        "dirichlet_clusters": f"Dirichlet({alpha}) over {section.get('clusters')} clusters",
+        "quantity": f"sizes by Dirichlet({alpha})",
         "shards": f"{section.get('shards_per_client')} shards per client",
         "iid": "IID",
     }

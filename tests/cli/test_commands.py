@@ -56,6 +56,8 @@ def recipe(tiny: Path) -> str:
         (["model.name=nowhere/model"], "was found nowhere"),
         (["data={name: glue/sst3}"], "glue/sst3"),
         (["partition.alpha=-1"], "alpha"),
+        (["partition.max_size=5"], "partition.max_size: found 5 with scheme dirichlet_classes, expected scheme by_col"),
+        (["partition.scheme=dirichlet_clusters", "partition.clusters=1"], "partition.clusters=1: expected at least 2"),
         (["partition={file: missing.json}"], "missing.json"),
         (["run.local_hub=/no/such/folder"], "run.local_hub"),
     ],
