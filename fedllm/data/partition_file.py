@@ -18,6 +18,7 @@ from fedllm.common.schema import build
 from fedllm.data.clusters import cluster_ids
 from fedllm.data.groups import column_values
 from fedllm.data.natural_clients import left_out
+from fedllm.data.partition_keys import WITHOUT_LABELS, partition_keys, partition_name
 from fedllm.data.partitioning import partition, stratify, summary
 from fedllm.data.settings import PartitionSettings
 
@@ -41,52 +42,10 @@ __all__ = [
 FORMAT = "fedllm-partition-1"
 LISTED = 20_000  # with more samples, a file has no lists: the partition is drawn again and its digest compared
 
-SHORT = {
-    "dirichlet_classes": "dir",
-    "dirichlet_clients": "dirc",
-    "dirichlet_clusters": "dirk",
-    "quantity": "qty",
-    "iid": "iid",
-    "shards": "shards",
-    "by_column": "by_",
-}
-WITHOUT_LABELS = ("iid", "quantity", "dirichlet_clusters")  # schemes for samples without labels, besides by_column
-KEYS = {  # keys of the recipe section, by the scheme that reads them
-    "dirichlet_classes": ("clients", "alpha", "seed", "min_size"),
-    "dirichlet_clients": ("clients", "alpha", "seed", "min_size"),
-    "dirichlet_clusters": ("clients", "alpha", "clusters", "seed", "min_size"),
-    "quantity": ("clients", "alpha", "seed", "min_size"),
-    "iid": ("clients", "seed", "min_size"),
-    "shards": ("clients", "shards_per_client", "seed", "min_size"),
-    "by_column": ("clients", "column", "min_size"),
-}
-
 
 def get_partition(settings: PartitionSettings, dataset: Dataset) -> list[np.ndarray]:
     """The training samples of each client by a recipe's `partition:` section: read from its file, or newly drawn."""
     return read_partition(settings.file, dataset) if settings.file else _draw(settings, dataset)
-
-
-def partition_name(settings: PartitionSettings, dataset: Dataset) -> str:
-    """A file name from the settings that determine the partition, for example "qqp_dir0.1_n100_s0.json"."""
-    keys = _keys(settings, dataset)
-    strength = {
-        "alpha": f"{settings.alpha:g}",
-        "clusters": f"k{settings.clusters}",
-        "max_size": f"max{settings.max_size}",
-        "drop_small": "drop",
-        "shards_per_client": settings.shards_per_client,
-        "column": settings.column,
-    }
-    told = [str(strength[key]) for key in keys if key in strength]
-    scheme = SHORT[settings.scheme] + "_".join(told)
-    parts = [dataset.name.removeprefix("glue/"), scheme]
-    if "seed" in keys:
-        clients = [] if settings.clients is None else [f"n{settings.clients}"]
-        parts += [*clients, f"s{settings.seed}"]
-    if settings.min_size != 1:
-        parts.append(f"m{settings.min_size}")
-    return re.sub(r"[^\w.-]+", "-", "_".join(parts)) + ".json"
 
 
 @dataclass(frozen=True)
@@ -134,7 +93,7 @@ def write_partition(
         dataset=dataset.name,
         fingerprint=dataset.fingerprint,
         num_samples=len(dataset.train),
-        partition={key: getattr(settings, key) for key in ("scheme", *_keys(settings, dataset))},
+        partition={key: getattr(settings, key) for key in ("scheme", *partition_keys(settings, dataset))},
         sizes=list(map(len, parts)),
         digest=digest(parts),
         numpy=np.__version__,
@@ -219,16 +178,6 @@ def group_column(settings: PartitionSettings) -> str | None:
         return settings.column
     column = _parse(Path(settings.file)).partition.get("column")
     return None if column is None else str(column)
-
-
-def _keys(settings: PartitionSettings, dataset: Dataset) -> list[str]:
-    """The keys of the recipe section that determine the partition."""
-    keys = [*KEYS[settings.scheme]]
-    if settings.scheme == "by_column":
-        limits = {"max_size": settings.max_size is not None, "drop_small": settings.drop_small}
-        keys += [key for key, limited in limits.items() if limited]
-        return [*keys, "seed"] if settings.max_size is not None else keys
-    return [*keys, "column"] if dataset.groups and "column" not in keys else keys
 
 
 def _parse(path: Path) -> PartitionFile:

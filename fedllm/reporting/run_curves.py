@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def _rounds(count: int) -> str:
     return "1 round" if count == 1 else f"{count} rounds"
 
 
-def partition_words(section: dict[str, Any], column: str | None = None) -> str:
+def partition_words(section: Mapping[str, Any], column: str | None = None) -> str:
     """The partition and its clients in words. With a file or a column, partition.clients does not count.
 
     column: the column whose values stand in for classes, for data without labels.

@@ -166,6 +166,19 @@ def test_partition_file_is_written_and_verified_by_a_run(
     assert "p.json" in error
 
 
+def test_a_partition_is_drawn_before_a_run(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    assert main(["partition", recipe, "--out", str(file), "--draw"]) == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["partition", recipe, f"partition={{file: {file}}}", "--draw", str(tmp_path / "again.svg")]) == 0
+    assert "clients of p.json" in (tmp_path / "again.svg").read_text(encoding="utf-8")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["again.svg", "p.json", "p.png"]
+    capsys.readouterr()
+    assert "expected .png, .svg, .pdf" in fails(capsys, "partition", recipe, "--draw", "clients.txt")
+    assert "write section.key=value before --draw" in fails(capsys, "partition", recipe, "--draw", "partition.alpha=1")
+    assert "no such folder" in fails(capsys, "partition", recipe, "--draw", str(tmp_path / "no" / "a.png"))
+
+
 def test_an_output_that_cannot_be_written_ends_without_a_traceback(
     capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path
 ) -> None:
