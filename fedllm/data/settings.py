@@ -41,7 +41,9 @@ class DataSettings:
     )
     title: str | None = setting(None, "the data set's name in reports, any text; does not change results")
     name: str | None = setting(None, "glue/<task>, 20newsgroups, a folder of text files, or package:<module>/<folder>")
-    train: str | None = setting(None, "your own training file: CSV, JSON lines or parquet")
+    train: str | None = setting(
+        None, "your own training file: CSV, JSON lines or parquet; or a folder with one per client"
+    )
     validation: str | None = setting(None, "your own validation file; without one, `holdout` of train is held out")
     text: list[str] | None = setting(None, "columns of the text, one or two, of your own files")
     label: str | None = setting(None, "column of the label of your own files")
