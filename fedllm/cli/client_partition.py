@@ -13,8 +13,10 @@ from fedllm.common.console import say, say_all, stage
 from fedllm.common.errors import UserError
 from fedllm.config.own_files import require_own_files
 from fedllm.config.recipe import Recipe
+from fedllm.data.groups import column_values, value_name
 from fedllm.data.loading import Dataset
 from fedllm.data.partition_file import get_partition, left_out_notes, partition_name, write_partition
+from fedllm.data.settings import PartitionSettings
 from fedllm.experiment.client_samples import count_samples
 from fedllm.experiment.recipe_data import grouped_by, read_data
 from fedllm.results.run_record import ClientData
@@ -66,5 +68,13 @@ def _draw(recipe: Recipe, dataset: Dataset, parts: Sequence[np.ndarray], path: P
         counts=[] if found is None else found.counts,
         column=grouped_by(recipe),
     )
-    title = recipe.data.title or dataset.name
-    return save(partition_figure(clients, title, recipe.sections()["partition"]), path)
+    section, names = recipe.sections()["partition"], _names(recipe.partition, dataset, parts)
+    return save(partition_figure(clients, recipe.data.title or dataset.name, section, names), path)
+
+
+def _names(settings: PartitionSettings, dataset: Dataset, parts: Sequence[np.ndarray]) -> list[str] | None:
+    """The value of partition.column of each client, under scheme by_column."""
+    if settings.scheme != "by_column" or settings.file is not None:
+        return None
+    values = column_values(dataset.train, settings.column, dataset.name)
+    return [value_name(values[part[0]]) for part in parts]

@@ -69,13 +69,13 @@ def left_out(column: Sequence[Any], parts: Sequence[np.ndarray]) -> list[str]:
     found = []
     if dropped:
         found.append(
-            f"partition.drop_small leaves out {len(dropped):,} of {len(holders):,} clients with "
+            f"partition.drop_small leaves out {len(dropped):,} of {len(holders):,} clients, which have "
             f"{sum(dropped.values()):,} samples: {_named(dropped)}"
         )
     if cut:
         found.append(
-            f"partition.max_size leaves out {sum(cut.values()):,} of {len(column):,} samples, of {len(cut):,} clients: "
-            f"{_named(cut)}"
+            f"partition.max_size leaves out {sum(cut.values()):,} of {len(column):,} samples, of {len(cut):,} of "
+            f"{len(holders):,} clients: {_named(cut)}"
         )
     return found
 

@@ -21,7 +21,7 @@ from fedllm.results.names import printable
 from fedllm.results.run_record import ClientData
 
 _STACKED = len(COLOURS)  # the most classes shown by colour; with more, each class has a row of its own
-_NAMED = 24  # the most classes named on the axis
+_NAMED = 24  # the most classes, or clients, named on an axis
 
 
 def client_figure(groups: Sequence[Group]) -> Figure | None:
@@ -34,12 +34,15 @@ def client_figure(groups: Sequence[Group]) -> Figure | None:
     return _draw(panels) if panels else None
 
 
-def partition_figure(clients: ClientData, task: str, section: Mapping[str, Any]) -> Figure:
-    """The panel of one partition, before a run. task: the data set's title. section: the recipe's `partition:`."""
-    return _draw({_title(task, section, clients): clients})
+def partition_figure(
+    clients: ClientData, task: str, section: Mapping[str, Any], names: Sequence[str] | None = None
+) -> Figure:
+    """The panel of one partition, before a run. task: the data set's title. section: the recipe's `partition:`.
+    names: of the clients, which stand on the axis where they are few."""
+    return _draw({_title(task, section, clients): clients}, names)
 
 
-def _draw(panels: Mapping[str, ClientData]) -> Figure:
+def _draw(panels: Mapping[str, ClientData], names: Sequence[str] | None = None) -> Figure:
     columns = 1 if len(panels) <= 3 else 2
     rows = -(-len(panels) // columns)
     with mpl.rc_context({**STYLE, "axes.grid": False}):
@@ -56,7 +59,7 @@ def _draw(panels: Mapping[str, ClientData]) -> Figure:
                 _draw_sizes(top, clients)
                 _draw_classes(bottom, clients)
             part.axes[0].set_title(short(title, 90))
-            _number_clients(bottom, len(clients.sizes))
+            _label_clients(bottom, len(clients.sizes), names)
             part.align_ylabels()
     return figure
 
@@ -106,10 +109,13 @@ def _draw_sizes(axes: Axes, clients: ClientData) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(2, integer=True))
 
 
-def _number_clients(axes: Axes, count: int) -> None:
+def _label_clients(axes: Axes, count: int, names: Sequence[str] | None) -> None:
     axes.set_xlabel("client")
     axes.set_xlim(-0.8, count - 0.2)
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
+    if names is not None and count <= _NAMED:
+        axes.set_xticks(range(count), [short(printable(name), 20) for name in names], rotation=35, ha="right")
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
 
 
 def _draw_classes(axes: Axes, clients: ClientData) -> None:

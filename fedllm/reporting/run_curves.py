@@ -97,7 +97,8 @@ def partition_words(section: Mapping[str, Any], column: str | None = None) -> st
     if section["scheme"] == "by_column":
         most = section.get("max_size")
         limit = f", at most {most} samples" if most is not None else ""
-        return printable(f"one client per {section.get('column')}{limit}")
+        column = section.get("column")
+        return printable(f"{'natural clients' if column == 'client' else f'one client per {column}'}{limit}")
     alpha = setting_text(section.get("alpha"))
     schemes = {
         "dirichlet_classes": f"Dirichlet({alpha}) over {column or 'classes'}",

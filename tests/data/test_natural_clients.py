@@ -30,7 +30,9 @@ def test_max_size_keeps_random_samples_of_the_large_clients_alone():
     assert all((np.diff(part) > 0).all() for part in parts)
     assert [part.tolist() for part in clients(max_size=3)] == [part.tolist() for part in parts]
     assert len({tuple(clients(max_size=3, seed=seed)[1]) for seed in range(8)}) > 1
-    assert left_out(COLUMN, parts) == ["partition.max_size leaves out 4 of 14 samples, of 2 clients: 'b' (3), 'd' (1)"]
+    assert left_out(COLUMN, parts) == [
+        "partition.max_size leaves out 4 of 14 samples, of 2 of 4 clients: 'b' (3), 'd' (1)"
+    ]
 
 
 def test_a_dropped_client_does_not_change_the_samples_of_the_others():
@@ -42,7 +44,7 @@ def test_small_clients_are_left_out_and_counted():
     parts = clients(min_size=4, drop_small=True)
     assert sizes(parts) == [6, 4]
     assert left_out(COLUMN, parts) == [
-        "partition.drop_small leaves out 2 of 4 clients with 4 samples: 'a' (3), 'c' (1)"
+        "partition.drop_small leaves out 2 of 4 clients, which have 4 samples: 'a' (3), 'c' (1)"
     ]
     assert sizes(natural_clients(COLUMN, 14, 2, min_size=4, drop_small=True)) == [6, 4]
 

@@ -298,7 +298,7 @@ def test_a_file_tells_what_its_limits_left_out(tmp_path):
     section = PartitionSettings(scheme="by_column", column="site", max_size=15)
     task, path = make_task(site=[i % 3 for i in range(60)]), tmp_path / "p.json"
     parts = write(path, task, section)
-    said = ["partition.max_size leaves out 15 of 60 samples, of 3 clients: '0' (5), '1' (5), '2' (5)"]
+    said = ["partition.max_size leaves out 15 of 60 samples, of 3 of 3 clients: '0' (5), '1' (5), '2' (5)"]
     assert left_out_notes(section, task, parts) == said
     assert left_out_notes(PartitionSettings(file=str(path)), task, parts) == said
     assert left_out_notes(PartitionSettings(scheme="by_column", column="site"), task, parts) == []

@@ -31,7 +31,7 @@ def test_the_plan_names_classes_and_sites_and_warns(
     assert "and 6 more clients 13, 5 per round" in said
     assert "sites 'site 0' " in said
     assert ", ..., 'site" in said
-    assert re.search(r"partition.max_size leaves out \d+ of \d+ samples, of 1 clients: 'site 0' \(\d+\)", said)
+    assert re.search(r"partition.max_size leaves out \d+ of \d+ samples, of 1 of 13 clients: 'site 0' \(\d+\)", said)
     assert "1 of 125 rows repeat the text of another row" in said
     assert "the classes 'Urgent ', 'urgent' differ only in case or blanks" in said
     assert f"classes with one sample only: '{'x' * 37}...'" in said

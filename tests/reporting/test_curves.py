@@ -298,12 +298,20 @@ def test_a_partition_before_a_run_is_drawn_like_one_of_a_run(tmp_path):
     assert svg(before) == svg(of_run)
 
 
+def test_few_natural_clients_are_named(tmp_path):
+    section = {"scheme": "by_column", "column": "site"}
+    figure = partition_figure(ClientData([4, 2], ["x", "y"], [[3, 1], [0, 2]]), "mine", section, ["rome", "oslo"])
+    assert [text.get_text() for text in figure.axes[1].get_xticklabels()] == ["rome", "oslo"]
+    assert [text.get_text() for text in figure.axes[1].get_legend().get_texts()] == ["y", "x"]
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [
         ({"scheme": "quantity", "alpha": 0.5, "clients": 7}, "sizes by Dirichlet(0.5) · 7 clients"),
         ({"scheme": "dirichlet_clusters", "alpha": 1, "clusters": 4, "clients": 7}, "Dirichlet(1) over 4 clusters · 7"),
         ({"scheme": "by_column", "column": "site", "max_size": 9}, "one client per site, at most 9 samples"),
+        ({"scheme": "by_column", "column": "client"}, "mine · natural clients"),
     ],
 )
 def test_every_scheme_has_its_words(section, words):
