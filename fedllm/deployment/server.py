@@ -93,7 +93,7 @@ class Server:
         self._now = replace(self.info, index=self.round)
         x = self.x
         if self._turn is not None:
-            self._now, x = replace(self._now, blocks=self._turn.blocks), self._turn.take(x)
+            self._now, x = self._turn.facts(self._now), self._turn.take(x)
         self._declared = Declared.by(self.algorithm, x, self._now)
         if self.buffers is not None:
             sent = {**self._declared.sent, BUFFERS: len(self.buffers)}
