@@ -165,6 +165,7 @@ def test_poisson_rounds_count_too(tiny: Path) -> None:
         ),
         ("algorithm.weights=size", r"privacy: found algorithm.weights=size, expected uniform .*set .*=uniform"),
         ("algorithm.tracking_init=gradient", r"privacy: found algorithm.tracking_init=gradient, expected zero .*"),
+        ("algorithm={name: qfedavg}", r"privacy: found QFedAvg, whose clients send numbers made of their loss"),
         ("privacy.delta=null", r"privacy: found noise alone, expected two of epsilon, delta and noise"),
     ],
 )
