@@ -17,11 +17,9 @@ from fedllm.experiment.build import run_folder
 from fedllm.experiment.client_samples import count_samples
 from fedllm.experiment.full_memory import FullNeed
 from fedllm.experiment.job import Job
-from fedllm.experiment.privacy import privacy_rows
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
 from fedllm.experiment.sample_privacy import sample_level
-from fedllm.experiment.sample_privacy_report import sample_rows
 from fedllm.federation.costs import client_memory, round_bytes, vectors_per_round
 from fedllm.federation.sampling import chance_of_more
 from fedllm.models.quantization import frozen_size
@@ -55,8 +53,7 @@ def plan_table(job: Job) -> Table:
         **({} if job.own is None else job.own.counts),
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
-        **privacy_rows(job),
-        **sample_rows(job),
+        **({} if job.guarantee is None else job.guarantee.rows()),
         "bytes per round": f"{up:,} up, {down:,} down",
         "vectors per round": _vectors(job),
         **_robust(job),
