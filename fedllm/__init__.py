@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # bitsandbytes, which peft imports, warns at every start that it has no packed 4-bit kernels for this CPU. fedllm does
 # not use them (models.quantization.keep_as_stored).
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# tqdm, which transformers imports, asks for widgets in a notebook; fedllm prints lines there.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 __version__ = "0.1.0"
 
