@@ -15,7 +15,7 @@ NAMES = {
 }  # fmt: skip
 FRACTION = r"\\frac\{(\w+)\}\{(\w+)\}"
 FUNCTIONS = {"sqrt", "max", "min", "sign", "expand"}
-LETTERS = "abcdghiklmnstuvxyzDGKNST"
+LETTERS = "abcdghiklmnqstuvxyzDFGHKLNSTU"
 _NAME = rf"(?:{'|'.join(NAMES)}|[{LETTERS}])(?:_(?:total|[a-z]))?'?(?![\w'])"
 _TOKEN = re.compile(
     rf"\s*(\.\.|\|\||sum_\{{[^}}]*\}}|sum_[a-z]|mean_[a-z]|sqrt|max|min|sign|expand|{_NAME}|\d+|[-+=/^(),])"

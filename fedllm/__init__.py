@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # bitsandbytes, which peft imports, warns at every start that it has no packed 4-bit kernels for this CPU. fedllm does
 # not use them (models.quantization.keep_as_stored).
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# tqdm, which transformers imports, asks for widgets in a notebook; fedllm prints lines there.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 __version__ = "0.1.0"
 
@@ -20,10 +23,14 @@ if TYPE_CHECKING:
     from fedllm.experiment.export import export_adapter, export_gguf, export_merged
     from fedllm.experiment.prediction import load_predictor, predict_file
     from fedllm.experiment.push import push_adapter
-    from fedllm.experiment.run import run_recipe
+    from fedllm.experiment.run import plan_run, run_recipe
     from fedllm.federation.simulation import simulate
     from fedllm.problems.base import Problem
     from fedllm.problems.quadratic import QuadraticProblem
+    from fedllm.reporting.report import report
+    from fedllm.results.listing import list_runs
+    from fedllm.results.reader import load_run
+    from fedllm.sweeps.sweep import sweep
 
 _HOME = {
     "Algorithm": "algorithms",
@@ -33,6 +40,11 @@ _HOME = {
     "simulate": "federation.simulation",
     "load_recipe": "config.recipe",
     "run_recipe": "experiment.run",
+    "plan_run": "experiment.run",
+    "sweep": "sweeps.sweep",
+    "report": "reporting.report",
+    "list_runs": "results.listing",
+    "load_run": "results.reader",
     "evaluate_run": "experiment.evaluate_run",
     "predict_file": "experiment.prediction",
     "load_predictor": "experiment.prediction",
@@ -53,13 +65,18 @@ __all__ = [
     "export_adapter",
     "export_gguf",
     "export_merged",
+    "list_runs",
     "load_algorithm",
     "load_predictor",
     "load_recipe",
+    "load_run",
+    "plan_run",
     "predict_file",
     "push_adapter",
+    "report",
     "run_recipe",
     "simulate",
+    "sweep",
 ]
 
 

@@ -66,13 +66,10 @@ class SampledGaussian:
         Coarse cells give a number that is too small if anything, from which exact ones count on."""
         if self.epsilon(most, delta) <= epsilon:
             return most
-        low, high = 0, most
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.epsilon(middle, delta, _COARSE) <= epsilon else (low, middle)
-        while low + 1 < most and self.epsilon(low + 1, delta) <= epsilon:
-            low += 1
-        return low
+        times = last_fitting(most, lambda times: self.epsilon(times, delta, _COARSE) <= epsilon)
+        while times + 1 < most and self.epsilon(times + 1, delta) <= epsilon:
+            times += 1
+        return times
 
     def _composed(self, times: int, delta: float, grid: float) -> Any:
         """The privacy loss distribution of `times` sums."""
@@ -81,6 +78,15 @@ class SampledGaussian:
             event = dp.PoissonSampledDpEvent(self.rate, dp.GaussianDpEvent(self.noise))
             rough = rdp.RdpAccountant(_ORDERS).compose(event, times).get_epsilon(delta)
             return _loss_of_one(self.noise, self.rate, grid * max(1.0, rough / _LARGE)).self_compose(times)
+
+
+def last_fitting(end: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 0 to `end` - 1 that fits, where 0 does, and none above one that does not."""
+    low, high = 0, end
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 @lru_cache(maxsize=4)

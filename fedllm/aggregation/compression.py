@@ -61,9 +61,10 @@ def format_of(name: str, form: Format, declared: Declared) -> Format:
     """The format in which the vector `name` travels.
 
     Changes of x and of tracked vectors have both signs and take any format. Second moments and block means span
-    decades: they are never below bfloat16. Buffers, which no algorithm declares, are not compressed.
+    decades: they are never below bfloat16. A single number is not compressed, and neither are buffers, which no
+    algorithm declares.
     """
-    if form == "float32" or name not in declared.of_algorithm:
+    if form == "float32" or name not in declared.of_algorithm or declared.sent[name] == 1:
         return "float32"
     return form if name in declared.changes else "bfloat16"
 

@@ -90,7 +90,11 @@ class PrivateMean(WeightedMean):
         return Reduced(mean, total, rate_sum, info.sampled, info.tracked)
 
     def noise_ratio(self, name: str) -> float | None:
-        """The length of the noise in this vector's sum over that of the sum without it; None where that is 0."""
+        """The length of the noise in this vector's sum over that of the sum without it.
+
+        None where that is 0, or no client sends such a vector."""
+        if name not in self.sums:
+            return None
         norm = float(torch.linalg.vector_norm(self.sums[name]))
         return self.deviations[name] * math.sqrt(len(self.sums[name])) / norm if norm > 0 else None
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def require_bounded(algorithm: Algorithm, uploads: UploadsSettings) -> dict[str, float]:
     """The largest norm of each vector that `algorithm` sends. Raises UserError where a client's part in what the server
     releases is not bounded by them."""
+    require_no_loss(algorithm)
     sent = [*algorithm.uploads(), *algorithm.tracked_uploads()]
     norms = uploads.norms(algorithm)
     if missing := [name for name in sent if name not in norms]:
@@ -33,3 +34,12 @@ def require_bounded(algorithm: Algorithm, uploads: UploadsSettings) -> dict[str,
             "would be released without noise"
         )
     return norms
+
+
+def require_no_loss(algorithm: Algorithm) -> None:
+    """Raises UserError for an algorithm whose clients send what they make of their loss."""
+    if algorithm.start_loss is not None:
+        raise UserError(
+            f"privacy: found {type(algorithm).__name__}, whose clients send numbers made of their loss, and whose "
+            "server divides by one of them; choose another algorithm, or leave privacy out"
+        )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedllm.blocks import BlockPartition
     from fedllm.common.tensors import State
 
-Length = Literal["d", "B"]  # a vector with one number per coordinate, or one per block
+Length = Literal["d", "B", "1"]  # a vector with one number per coordinate, one per block, or one alone (in uploads)
 Vectors = Mapping[str, Length]
 
 
@@ -92,6 +92,7 @@ class Algorithm:
     paper: ClassVar[str] = ""
     derivable: ClassVar[tuple[str, ...]] = ()  # downloads computable from the last two x
     moment: ClassVar[str | None] = None  # the local second moment [C, d]; v_spread measures its spread
+    start_loss: ClassVar[str | None] = None  # entry [C, 1] of the local state: the loss of step 1, set before it
     nonnegative: ClassVar[tuple[str, ...]] = ()  # uploads whose mean is set to 0 where noise made it negative
 
     lr: float = setting(1e-3, "local learning rate", symbol="eta")
@@ -258,8 +259,13 @@ class Algorithm:
 
 
 def length(of: Length, x: Tensor, info: RoundInfo) -> int:
-    """The number of values in a vector of length `of` ("d" or "B"), for x [d] or [C, d]."""
-    return x.shape[-1] if of == "d" else info.blocks.num_blocks
+    """The number of values in a vector of length `of`, for x [d] or [C, d]."""
+    return values(of, x.shape[-1], info.blocks.num_blocks)
+
+
+def values(of: Length, dim: int, num_blocks: int) -> int:
+    """The same for d coordinates and B blocks."""
+    return {"d": dim, "B": num_blocks, "1": 1}[of]
 
 
 def lengths(vectors: Mapping[str, Length], x: Tensor, info: RoundInfo) -> dict[str, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from fedllm.algorithms import Algorithm, algorithm_class
-from fedllm.algorithms.base import Vectors
+from fedllm.algorithms.base import Length, Vectors, values
 from fedllm.common.errors import UserError
 from fedllm.common.schema import describe as describe_type
 
@@ -82,10 +82,10 @@ class Footprint:
         """The numbers and bytes of one round."""
         from fedllm.federation.costs import Traffic  # here: it brings torch
 
-        def values(vectors: Vectors) -> int:
-            return sum(scale.dim if of == "d" else scale.num_blocks for of in vectors.values())
+        def sent(vectors: Vectors) -> int:
+            return sum(values(of, scale.dim, scale.num_blocks) for of in vectors.values())
 
-        return Traffic(values(self.down), values(self.up), values(self.tracked_up), scale.sampled, scale.tracked)
+        return Traffic(sent(self.down), sent(self.up), sent(self.tracked_up), scale.sampled, scale.tracked)
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ def _plain(value: Any) -> str:
 def _amount(vectors: Vectors) -> str:
     """For example "2 d + B"."""
     counts = Counter(vectors.values())
-    return " + ".join(of if counts[of] == 1 else f"{counts[of]} {of}" for of in ("d", "B") if counts[of]) or "0"
+    return " + ".join(of if counts[of] == 1 else f"{counts[of]} {of}" for of in get_args(Length) if counts[of]) or "0"
 
 
 def _named(vectors: Vectors) -> str:
     """For example "y, vbar (B)": (B) marks vectors with one number per block."""
-    return ", ".join(name if of == "d" else f"{name} (B)" for name, of in vectors.items()) or "-"
+    return ", ".join(name if of == "d" else f"{name} ({of})" for name, of in vectors.items()) or "-"

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedllm.cli.options import add_command, importing
-from fedllm.common.console import console
+from fedllm.common.console import WIDEST, console, table_width
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from fedllm.cli.options import Commands
     from fedllm.results.listing import ListedRun
-
-_WIDEST = 10_000  # characters, for a table that is measured
 
 
 def add_commands(commands: Commands) -> None:
@@ -51,8 +49,8 @@ def _list(arguments: argparse.Namespace) -> int:
     if console.is_terminal:
         console.print(_table(found, console.width))
     else:
-        table = _table(found, _WIDEST)
-        Console(width=_width(table)).print(table)
+        table = _table(found, WIDEST)
+        Console(width=table_width(table)).print(table)
     return 0
 
 
@@ -78,16 +76,9 @@ def _table(found: Sequence[ListedRun], width: int) -> Table:
             table.add_column(name, overflow="fold")
         for row in zip(*shown.values(), strict=True):
             table.add_row(*map(Text, row))
-        if _width(table) <= width:
+        if table_width(table) <= width:
             break
     return table
-
-
-def _width(table: Table) -> int:
-    """Characters of the longest line."""
-    from rich.measure import Measurement
-
-    return Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
 
 
 def _report(arguments: argparse.Namespace) -> int:

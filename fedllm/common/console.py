@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from rich.table import Column, Table
 
 console = Console(highlight=False)
 ProgressCallback = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
+WIDEST = 10_000  # characters: wider than any table, for those that are not to be folded
 _QUIET_SECONDS = 2.0  # without output, before a plain line says what is being done
 _LINE_EVERY = 10.0  # seconds between such lines in a long loop
 
@@ -24,6 +26,11 @@ def say(text: str, style: str = "") -> None:
 def warn(text: str) -> None:
     """Prints a warning: something went wrong, and the run goes on."""
     say(text, "yellow")
+
+
+def table_width(table: Table) -> int:
+    """Characters of a table's longest line where nothing is folded."""
+    return Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
 
 
 def say_all(notes: Iterable[str], warnings: Iterable[str]) -> None:

@@ -51,6 +51,27 @@ def replace_bytes(path: Path, data: bytes) -> None:
         raise RunError(f"{path} could not be written: {error}") from error
 
 
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to write into, which takes the place of `folder` where the block ends without an error.
+
+    A reader never finds a part of it. After an error, what was there before is there again."""
+    aside, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{part}") for part in ("new", "old"))
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def link(source: Path, target: Path) -> None:
     """Makes a hard link to a file that never changes, or a copy where the file system has no hard links."""
     try:

@@ -92,6 +92,11 @@ class Recipe:
             )
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether rounds train B and A of LoRA in turn."""
+        return self.lora is not None and self.lora.train == "turns"
+
+    @property
     def trained_folder(self) -> str:
         """The folder of a run folder that holds what was trained."""
         return "model" if self.lora is None else "adapter"
@@ -267,7 +272,7 @@ def _check_uploads(recipe: Recipe) -> None:
     check_sampling(recipe.federation)
     if recipe.uploads.clip is not None:
         recipe.uploads.norms(recipe.load_algorithm())
-    if recipe.lora is not None and recipe.lora.train == "turns" and recipe.deployment.keep_local is not None:
+    if recipe.takes_turns and recipe.deployment.keep_local is not None:
         raise UserError(
             "lora.train: found turns with deployment.keep_local, expected one of the two: a head that stays at a "
             "client takes no turns; set lora.train=B or leave keep_local out"

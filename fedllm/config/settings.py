@@ -149,7 +149,7 @@ class RunSettings:
         None, "hours after which the command ends, after its round and with a checkpoint; null = no limit"
     )
     resume: Literal["auto", "never"] = setting("auto", "auto = go on from the last good checkpoint in the run folder")
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = setting(
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = setting(
         ["tensorboard"], "where the numbers of each round are logged; [] = nowhere"
     )
     local_hub: str | None = setting(None, "folder with models/ and datasets/; null = FEDLLM_LOCAL_HUB")

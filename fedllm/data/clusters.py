@@ -18,8 +18,9 @@ _CENTRE_SCALE = 64  # centres are whole numbers in steps of 1/64
 def cluster_ids(split: Split, clusters: int, seed: int) -> np.ndarray:
     """The cluster of each sample, int64 ids below `clusters` [n], a function of samples and seed alone.
 
-    Lloyd's algorithm after k-means++ (Arthur & Vassilvitskii 2007) in whole numbers: the same bits on every machine and
-    for every number of threads. Raises UserError for clusters < 2 and for fewer distinct samples than clusters.
+    Lloyd's algorithm after k-means++ (Arthur & Vassilvitskii 2007) in whole numbers, whose sums have no rounding: the
+    number of threads and the order of sums change nothing. Raises UserError for clusters < 2 and for fewer distinct
+    samples than clusters.
     """
     if clusters < 2:
         raise UserError(f"partition.clusters={clusters}: expected at least 2")

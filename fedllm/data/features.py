@@ -1,6 +1,6 @@
 """Features of samples that need no model: hashed counts of words for texts, mean colours for images.
 
-All features are whole numbers, so that sums and products of them have the same bits on every machine, in any order.
+All features are whole numbers, so that sums of their products have the same bits in any order.
 """
 
 from __future__ import annotations

@@ -156,8 +156,9 @@ class Client:
         optimizer = self.begin(broadcast, steps=len(batches))
         for batch in batches:
             optimizer.zero_grad()
-            (loss or _own_loss)(self.model, batch).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            found = (loss or _own_loss)(self.model, batch)
+            found.backward()  # type: ignore[no-untyped-call]
+            optimizer.step(found.detach)
         return self.finish(optimizer, tracked)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -204,7 +204,7 @@ def check_broadcast(
         )
     unused = algorithm.server_vectors().keys() - algorithm.downloads().keys()  # allowed in a broadcast, and ignored
     found = {"x": broadcast.x} | {name: value for name, value in broadcast.server.items() if name not in unused}
-    part, seen = (x, info) if turn is None else (turn.take(x), replace(info, blocks=turn.blocks))
+    part, seen = (x, info) if turn is None else (turn.take(x), turn.facts(info))
     expected = {"x": len(x)} | lengths(algorithm.downloads(), part, seen)
     other = {name: found.pop(name) for name in beside or () if name in found}
     if why := fault(found, expected, travel_dtype(x.dtype, downloads)) or fault(other, beside or {}, x.dtype):

@@ -20,6 +20,8 @@ from fedllm.deployment.messages import Broadcast, Upload, check_broadcast
 from fedllm.deployment.outgoing import outgoing
 from fedllm.models.flat_parameters import ParameterSpace
 
+Loss = float | Tensor
+
 
 class FederatedOptimizer(torch.optim.Optimizer):
     """An algorithm's local steps on one model, as a torch optimizer.
@@ -74,8 +76,12 @@ class FederatedOptimizer(torch.optim.Optimizer):
         self.space.scatter(model, broadcast.x)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One local step with the gradients in the parameters' .grad. UserError past the announced number of steps."""
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
+        """One local step with the gradients in the parameters' .grad.
+
+        closure: returns the batch's loss, and may first compute the gradients. QFedAvg reads the loss of the first
+        step. Raises UserError past the announced number of steps, and where a loss is needed and none is given.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -85,10 +91,20 @@ class FederatedOptimizer(torch.optim.Optimizer):
         scale = self.param_groups[0]["lr"] / self.defaults["lr"]
         eta = self._rates[:, self._steps : self._steps + 1] * scale
         g = clip(self.space.gather(self._model, grad=True)[None], self._algorithm.clip_norm)
+        if self._steps == 0 and self._algorithm.start_loss is not None:
+            self._local[self._algorithm.start_loss].fill_(self._known(loss))
         self._steps += 1
         self._rate_sum += eta
         self._algorithm.step(self._local, g, self._steps, eta, self._info)
         self.space.scatter(self._model, self._local["x"][0])
+        return loss
+
+    def _known(self, loss: Loss | None) -> Loss:
+        if loss is None:
+            raise UserError(
+                f"step 1: {type(self._algorithm).__name__} reads the loss of the first batch, found none; call "
+                "step(loss.detach) with the batch's loss, or use Client.fit"
+            )
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,10 +9,8 @@ server.save("server.safetensors")                       # if the server may be r
 
 from __future__ import annotations
 
-import reprlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +29,7 @@ from fedllm.common.errors import UserError
 from fedllm.common.tensors import State, under
 from fedllm.deployment.client import require_gradient
 from fedllm.deployment.messages import Broadcast, Upload, disagreement, privacy_terms, terms
+from fedllm.deployment.upload_head import head_fault, unknown_client
 from fedllm.federation.setup import BUFFERS
 from fedllm.federation.turns import Turn
 from fedllm.problems.base import Buffers
@@ -93,7 +92,7 @@ class Server:
         self._now = replace(self.info, index=self.round)
         x = self.x
         if self._turn is not None:
-            self._now, x = replace(self._now, blocks=self._turn.blocks), self._turn.take(x)
+            self._now, x = self._turn.facts(self._now), self._turn.take(x)
         self._declared = Declared.by(self.algorithm, x, self._now)
         if self.buffers is not None:
             sent = {**self._declared.sent, BUFFERS: len(self.buffers)}
@@ -106,7 +105,7 @@ class Server:
         """Returns the message for a sampled client. With `client`, it also names that client's last counted upload.
 
         Raises UserError if `client` is not in 0 to N - 1."""
-        if client is not None and (why := self._unknown_client(client)):
+        if client is not None and (why := unknown_client(client, self.info.num_clients)):
             raise UserError(why)
         server = self.downloads()
         x, *_ = encode({"": self.x}, [""], self._sent_as).values()
@@ -175,7 +174,7 @@ class Server:
         client: 0 to N - 1, as authenticated by the transport. samples: number of samples that the client holds;
         replaces the upload's own number.
         """
-        if why := self._unknown_client(client):
+        if why := unknown_client(client, self.info.num_clients):
             return why
         if isinstance(upload, bytes | bytearray):
             if len(upload) > self.most_bytes:
@@ -185,7 +184,9 @@ class Server:
             except UserError as error:
                 return self._reject(client, str(error))
         samples = upload.samples if samples is None and isinstance(upload, Upload) else samples
-        if why := self._refusal(upload, client, samples):
+        if client in self._receipts:
+            return self._reject(client, "has sent its upload already")
+        if why := head_fault(upload, self.algorithm, replace(self._now, index=self.round), samples, self._start):
             return self._reject(client, why)
         received = self._received(upload)
         if why := received.rejected.get(0):
@@ -206,38 +207,11 @@ class Server:
         self.rejected.pop(client, None)
         return None
 
-    def _unknown_client(self, client: Any) -> str | None:
-        if _whole(client, 0, last := self.info.num_clients - 1):
-            return None
-        return f"client: found {_shown(client)}, expected 0 to {last}, num_clients less one"
-
     def _reject(self, client: int, why: str) -> str:
         why = why if len(why) <= _REASON else f"{why[:_REASON]}..."
         if client not in self._receipts:
             self.rejected[client] = why
         return why
-
-    def _refusal(self, upload: Upload, client: int, samples: int | None) -> str | None:
-        if not isinstance(upload, Upload):
-            return f"found {type(upload).__name__}, expected an Upload, as Client.finish gives it, or its bytes"
-        if client in self._receipts:
-            return "has sent its upload already"
-        if self.round >= self.info.total:
-            return f"the {self.info.total} rounds of the run are over"
-        if upload.round != self.round:
-            return f"round: found {_shown(upload.round)}, expected {self.round}"
-        if upload.start != "" and upload.start != (start := self._start()):
-            return f"start: found {_shown(upload.start)}, expected {_shown(start)}: it began with another x"
-        if not _whole(upload.steps, 1, self.info.local_steps):
-            return f"steps: found {_shown(upload.steps)}, expected 1 to {self.info.local_steps}, the federation's"
-        most = self._most_rate(upload.steps)
-        if not isinstance(upload.rate_sum, int | float) or not 0 < upload.rate_sum <= most:
-            return f"rate_sum: found {_shown(upload.rate_sum)}, expected a number above 0, at most {most:.3g}"
-        if not isinstance(upload.tracked, bool):
-            return f"tracked: found {_shown(upload.tracked)}, expected true or false"
-        if self.algorithm.weights == "size" and not _whole(samples, 1, 2**53):
-            return f"samples: found {_shown(samples)}, expected a whole number above 0"
-        return None
 
     def _received(self, upload: Upload) -> Uploads:
         """The vectors that the upload's tensors stand for, after the server's part of the steps on uploads."""
@@ -250,10 +224,6 @@ class Server:
         received = Uploads(found, {})
         self._pipeline.receive(received, declared, 1)
         return received
-
-    def _most_rate(self, steps: int) -> float:
-        """The largest possible rate_sum: `steps` times the round's highest learning rate, plus 0.1 % for rounding."""
-        return 1.001 * steps * float(self.algorithm.rates(torch.tensor([self.info.local_steps]), self._now).max())
 
     def aggregate(self, min_clients: int = 1) -> Tensor:
         """Ends the round and returns the next global model [d].
@@ -330,12 +300,3 @@ class Server:
         self.buffers = tensors.get(BUFFERS)
         self.counted = {int(client): receipt for client, receipt in head["counted"].items()}
         self._open()
-
-
-def _whole(value: Any, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _shown(value: Any) -> str:
-    """The value's repr, shortened for a log."""
-    return reprlib.repr(value)

@@ -77,6 +77,11 @@ class FederatedTrainer(Trainer):
     ) -> None:
         if model is not None and model is not client.model:
             raise UserError("model: found another than client.model, expected that one, or none")
+        if client.algorithm.start_loss is not None:
+            raise UserError(
+                f"client.algorithm: found {type(client.algorithm).__name__}, which reads the loss of the first step; a "
+                "Trainer does not hand it to its optimizer; use Client.fit"
+            )
         for name, why in _PARTS.items():
             if others.get(name) not in (None, (None, None)):
                 raise UserError(f"{name}: found one, expected none: {why}")

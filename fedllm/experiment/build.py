@@ -105,7 +105,7 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1,
         sampled=recipe.federation.clients_per_round,
         tracked=recipe.federation.tracked_per_round,
         local_steps=max(batches.steps(client) for client in range(len(parts))),
-        turns=2 if recipe.lora is not None and recipe.lora.train == "turns" else 1,
+        turns=2 if recipe.takes_turns else 1,
     )
     stacked = clients_together(recipe, algorithm, problem, info, machine) if party.trains_all else 1
     options = task.options(dataset.validation, backbone.tokenizer, recipe.data.max_length)

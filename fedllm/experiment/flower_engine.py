@@ -69,7 +69,7 @@ def require_simulable(recipe: Recipe, executor: Executor) -> None:
         raise UserError(f"run.engine: found flower with {executor.size} processes of a launcher; start one, {expected}")
     if recipe.privacy is not None and recipe.privacy.level == "sample":
         raise UserError(f"privacy.level: found sample with run.engine: flower; {expected}")
-    if recipe.lora is not None and recipe.lora.train == "turns":
+    if recipe.takes_turns:
         raise UserError(f"lora.train: found turns with run.engine: flower, expected AB or B; {expected}")
     if recipe.load_algorithm().needs_full_gradient():
         raise UserError(

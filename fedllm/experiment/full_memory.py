@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedllm.algorithms.base import Algorithm, RoundInfo
+from fedllm.algorithms.base import Algorithm, RoundInfo, values
 from fedllm.common.errors import UserError
 from fedllm.common.memory import total_memory
 from fedllm.experiment.memory_plan import ALWAYS, WORKING, usable_memory
@@ -47,7 +47,7 @@ class FullNeed:
         of a pass are rows with vectors of their own."""
         d = problem.dim
         passed = problem.largest_sample_pass_bytes(together) if private else problem.largest_pass_bytes(together)
-        server = sum(d if of == "d" else info.blocks.num_blocks for of in algorithm.server_vectors().values())
+        server = sum(values(of, d, info.blocks.num_blocks) for of in algorithm.server_vectors().values())
         sent = len({**algorithm.uploads(), **algorithm.tracked_uploads()})
         copies = 5  # of each sum: a part's, the joined one, and three while parts are joined
         drift = 2 * (1 + (0 if "d" in algorithm.uploads() else 1) + (2 if algorithm.moment else 0))

@@ -21,12 +21,13 @@ from fedllm.data.partition_file import digest
 from fedllm.data.pixels import Pixels
 from fedllm.data.samples import Samples
 from fedllm.data.tokenization import Tokens
-from fedllm.experiment import sample_privacy
+from fedllm.experiment.client_guarantee import ClientGuarantee
+from fedllm.experiment.guarantee import Guarantee
 from fedllm.experiment.machine import Machine
 from fedllm.experiment.own_parts import OwnParts
-from fedllm.experiment.privacy import privacy_warnings, rounds_within_budget
 from fedllm.experiment.recipe_data import template_digest
-from fedllm.experiment.sample_privacy_report import sample_warnings
+from fedllm.experiment.sample_guarantee import SampleGuarantee
+from fedllm.experiment.sample_privacy import private_problem
 from fedllm.federation.setup import Setup
 from fedllm.federation.turns import make_turns
 from fedllm.models.all_weights import start_digest
@@ -71,16 +72,21 @@ class Job:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is likely not as the user wants it, in the data and in the recipe."""
-        sizes = [len(part) for part in self.parts]
-        found = privacy_warnings(self.recipe, self.info.num_clients), sample_warnings(self.recipe, sizes)
+        private = () if self.guarantee is None else self.guarantee.warnings()
         own = () if self.own is None or self.recipe.eval.per_client is None else self.own.warnings
-        return (*self.dataset.warnings, *found[0], *found[1], *own)
+        return (*self.dataset.warnings, *private, *own)
 
     @cached_property
     def last_round(self) -> int:
         """The round with which the run ends: that of federation.rounds, or the last within privacy.epsilon."""
-        samples = sample_privacy.rounds_within_budget(self.recipe, [len(part) for part in self.parts])
-        return min(rounds_within_budget(self.recipe, self.info.num_clients), samples)
+        return self.info.total if self.guarantee is None else self.guarantee.last_round()
+
+    @cached_property
+    def guarantee(self) -> Guarantee | None:
+        """What the section `privacy` guarantees; None without it."""
+        if (privacy := self.recipe.privacy) is None:
+            return None
+        return (ClientGuarantee if privacy.level == "client" else SampleGuarantee)(self, privacy)
 
     @cached_property
     def setup(self) -> Setup:
@@ -88,7 +94,7 @@ class Job:
         recipe, sets = self.recipe, lora_turns(self.problem.space) if self.info.turns > 1 else []
         turns = make_turns(sets, self.info.blocks) if sets else ()
         pipeline = Pipeline.of(recipe.uploads, self.algorithm, recipe.run.seed, recipe.robust, recipe.privacy)
-        problem = sample_privacy.private_problem(recipe, self.problem, self.parts)
+        problem = private_problem(recipe, self.problem, self.parts)
         return Setup(self.algorithm, problem, self.info, pipeline, recipe.downloads, turns)
 
     @property

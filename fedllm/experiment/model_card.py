@@ -20,10 +20,10 @@ from fedllm.data.known_datasets import KNOWN_DATASETS, text_columns
 from fedllm.data.known_images import KNOWN_IMAGES, reads_images
 from fedllm.data.tokenization import pair_separator
 from fedllm.experiment.causal_card import causal_loading, causal_task
+from fedllm.experiment.client_guarantee import client_card
 from fedllm.experiment.image_card import image_loading
-from fedllm.experiment.privacy import client_level, spent
 from fedllm.experiment.records import versions
-from fedllm.experiment.sample_privacy_report import sample_card
+from fedllm.experiment.sample_guarantee import sample_card
 from fedllm.models.loading import Backbone
 from fedllm.results.format import LOSS, outcome
 from fedllm.results.names import NO_LICENCE, printable, setting_text
@@ -155,7 +155,7 @@ def _facts(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedOn, b
         ["local training", _local(recipe)],
         _trained_values(recipe, backbone, trained),
         ["rounds", f"{trained.metrics[-1]['round']:,}"],
-        *_privacy(recipe, trained),
+        *client_card(recipe, trained.clients, trained.metrics[-1]["round"]),
         *sample_card(recipe, trained.metrics),
         ["seed", str(recipe.run.seed)],
         ["licence", "to be filled in"],
@@ -163,23 +163,6 @@ def _facts(recipe: Recipe, backbone: Backbone, task: Task, trained: TrainedOn, b
 
 
 _SPLITS = ("training", "validation")
-
-
-def _privacy(recipe: Recipe, trained: TrainedOn) -> list[list[str]]:
-    """What client-level privacy guarantees after the card's round, and what it does not cover."""
-    if (privacy := client_level(recipe)) is None or trained.clients is None:
-        return []
-    epsilon = spent(recipe, trained.clients, trained.metrics[-1]["round"])
-    if epsilon is None:
-        return [["privacy", "uploads were clipped; no noise was added, so there is no guarantee"]]
-    return [
-        [
-            "privacy",
-            f"epsilon {epsilon:.3g} at delta {privacy.delta:.2g} for adding or removing one client (noise "
-            f"{privacy.noise:.4g}, {recipe.federation.sampling} sampling), against who sees this model. Not covered: "
-            "the server, logs of the run, and other runs on the same clients",
-        ]
-    ]
 
 
 def _trained_values(recipe: Recipe, backbone: Backbone, trained: TrainedOn) -> list[str]:

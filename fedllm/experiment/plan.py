@@ -17,11 +17,9 @@ from fedllm.experiment.build import run_folder
 from fedllm.experiment.client_samples import count_samples
 from fedllm.experiment.full_memory import FullNeed
 from fedllm.experiment.job import Job
-from fedllm.experiment.privacy import privacy_rows
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.records import partition_summary
 from fedllm.experiment.sample_privacy import sample_level
-from fedllm.experiment.sample_privacy_report import sample_rows
 from fedllm.federation.costs import client_memory, round_bytes, vectors_per_round
 from fedllm.federation.sampling import chance_of_more
 from fedllm.models.quantization import frozen_size
@@ -32,7 +30,15 @@ _CLASSES, _SITES = 10, 5  # the most classes named, and of many sites the larges
 
 
 def plan_table(job: Job) -> Table:
-    """The plan of a run as a table: sizes, memory and communication. It is the output of --dry-run."""
+    """The plan of a run as a table. It is the output of --dry-run."""
+    table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=False)
+    for name, value in plan_rows(job).items():
+        table.add_row(f"[bold]{name}[/]", escape(value))
+    return table
+
+
+def plan_rows(job: Job) -> dict[str, str]:
+    """The plan of a run: what is trained with which sizes, memory, communication, notes and warnings."""
     recipe, info, machine = job.recipe, job.info, job.machine
     settings, dim = recipe.algorithm, job.problem.dim
     up, down = round_bytes(job.setup, job.problem.initial())
@@ -40,7 +46,7 @@ def plan_table(job: Job) -> Table:
     state = sum(client_memory(job.algorithm, info, dim, 0).values())
     processes = f"{machine.processes} processes, each on " if machine.processes > 1 else ""
     where = f"{machine.device.type}, {machine.threads} threads" if machine.device.type == "cpu" else str(machine.device)
-    rows = {
+    return {
         "algorithm": f"{settings['name']}, lr {settings['lr']}, server_lr {settings['server_lr']}",
         "model": f"{recipe.model.name} ({job.backbone.source}), {frozen:,} frozen parameters",
         "trainable parameters": _trainable(job, frozen),
@@ -55,8 +61,7 @@ def plan_table(job: Job) -> Table:
         **({} if job.own is None else job.own.counts),
         "local steps": f"up to {info.local_steps} of batch {recipe.local.batch_size}",
         "rounds": f"{info.total}, evaluated every {recipe.eval.every}",
-        **privacy_rows(job),
-        **sample_rows(job),
+        **({} if job.guarantee is None else job.guarantee.rows()),
         "bytes per round": f"{up:,} up, {down:,} down",
         "vectors per round": _vectors(job),
         **_robust(job),
@@ -71,10 +76,6 @@ def plan_table(job: Job) -> Table:
         **{f"warning {number}": text for number, text in enumerate(job.warnings, 1)},
         **_sample(job),
     }
-    table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=False)
-    for name, value in rows.items():
-        table.add_row(f"[bold]{name}[/]", escape(value))
-    return table
 
 
 def _trainable(job: Job, frozen: int) -> str:

@@ -13,10 +13,9 @@ from typing import Any
 from fedllm.common.errors import RunError
 from fedllm.experiment.client_samples import count_samples
 from fedllm.experiment.job import Job
-from fedllm.experiment.privacy import client_level, privacy_result
+from fedllm.experiment.privacy import client_level
 from fedllm.experiment.recipe_data import grouped_by
 from fedllm.experiment.run_facts import RunFacts
-from fedllm.experiment.sample_privacy_report import sample_result
 from fedllm.federation.costs import client_memory, simulated_seconds, stored_values, vectors_per_round
 from fedllm.federation.rounds import RoundReport
 from fedllm.federation.state import FederationState
@@ -159,8 +158,7 @@ def run_result(job: Job, federation: FederationState, metrics: list[dict[str, An
             "a_client": 4 * stored_values(job.algorithm, info, dim),
             "all": federation.clients.nbytes(),
         },
-        **privacy_result(job, metrics[-1]["round"]),
-        **sample_result(job, metrics[-1]["round"]),
+        **({} if job.guarantee is None else {"privacy": job.guarantee.result(metrics[-1]["round"])}),
         "seed": recipe.run.seed,
         "machine": {
             "device": str(job.machine.device),

@@ -25,9 +25,10 @@ from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.experiment.client_scores import settle_own
 from fedllm.experiment.comparison import compare
 from fedllm.experiment.flower_engine import FlowerSimulation, flower_simulation
+from fedllm.experiment.job import Job
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.model_card import TrainedOn, model_card
-from fedllm.experiment.plan import plan_table
+from fedllm.experiment.plan import plan_rows, plan_table
 from fedllm.experiment.records import run_result
 from fedllm.experiment.resume import OtherRunError, check_folder
 from fedllm.experiment.round_source import RoundSource
@@ -66,10 +67,21 @@ def run_recipe(
     return run(with_dir(load_recipe(path, overrides), run_dir), profile=profile)
 
 
+def plan_run(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """The plan of a recipe's run, which `fedllm run --dry-run` prints: name -> text.
+
+    Builds everything up to the first step, and writes nothing. Raises UserError for mistakes in the arguments."""
+    return plan_rows(_planned(load_recipe(path, overrides)))
+
+
 def dry_run(recipe: Recipe, executor: Executor | None = None, source: RoundSource | None = None) -> None:
     """Builds everything up to the first step and prints the plan. It says so if the folder holds another run.
 
     source: see run."""
+    console.print(plan_table(_planned(recipe, executor, source)))
+
+
+def _planned(recipe: Recipe, executor: Executor | None = None, source: RoundSource | None = None) -> Job:
     executor = executor or executor_for(recipe.run)
     source = source or (FlowerSimulation() if recipe.run.engine == "flower" else ThisMachine())
 
@@ -82,7 +94,7 @@ def dry_run(recipe: Recipe, executor: Executor | None = None, source: RoundSourc
     executor.on_first(look)
     say_notes(recipe)
     require_installed(recipe.run.trackers)
-    console.print(plan_table(source.build(recipe, None, executor)))
+    return source.build(recipe, None, executor)
 
 
 def run(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedllm.aggregation import sample_accounting
+from fedllm.aggregation.accounting import last_fitting
 from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.aggregation.sample_accounting import Spent, Steps
 from fedllm.common.errors import UserError
@@ -17,9 +17,6 @@ from fedllm.experiment.privacy import settled
 from fedllm.federation.sampling import sample
 from fedllm.problems.base import Problem
 from fedllm.problems.private import PrivateProblem, seeded_noise, system_noise
-
-if TYPE_CHECKING:
-    from fedllm.experiment.job import Job
 
 
 def sample_level(recipe: Recipe) -> PrivacySettings | None:
@@ -91,14 +88,6 @@ def spent(recipe: Recipe, sizes: Sequence[int], rounds: int) -> Spent | None:
     return sample_accounting.spent(privacy.noise, privacy.delta, steps_after(recipe, sizes, rounds))
 
 
-def epsilon_entries(job: Job, rounds: int) -> dict[str, float | None]:
-    """What an evaluated line of metrics.jsonl says; {} without sample-level privacy."""
-    if sample_level(job.recipe) is None:
-        return {}
-    found = spent(job.recipe, [len(part) for part in job.parts], rounds)
-    return {"epsilon": found and found.worst, "epsilon_median": found and found.median}
-
-
 def epsilon_of_site(recipe: Recipe, samples: int) -> tuple[str, ...]:
     """What a real site with that many samples should know; () without sample-level privacy."""
     if (privacy := sample_level(recipe)) is None:
@@ -121,20 +110,17 @@ def rounds_within_budget(recipe: Recipe, sizes: Sequence[int]) -> int:
     total, privacy = recipe.federation.rounds, sample_level(recipe)
     if privacy is None or privacy.budget is None or not privacy.noise or privacy.delta is None or not all(sizes):
         return total
+    noise, delta, budget = privacy.noise, privacy.delta, privacy.budget
 
     def worst(rounds: int) -> float:
-        assert privacy is not None
-        return sample_accounting.worst(privacy.noise or 0.0, privacy.delta or 0.0, steps_after(recipe, sizes, rounds))
+        return sample_accounting.worst(noise, delta, steps_after(recipe, sizes, rounds))
 
-    if worst(total) <= privacy.budget:
+    if worst(total) <= budget:
         return total
-    low, high = 0, total
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if worst(middle) <= privacy.budget else (low, middle)
-    if low == 0:
+    rounds = last_fitting(total, lambda rounds: worst(rounds) <= budget)
+    if rounds == 0:
         raise UserError(
-            f"privacy.epsilon: found {privacy.budget:g}, but one round with noise={privacy.noise:g} takes "
-            f"{worst(1):.3g} of a client at delta={privacy.delta:g}; raise noise or epsilon, or lower local.steps"
+            f"privacy.epsilon: found {budget:g}, but one round with noise={noise:g} takes {worst(1):.3g} of a client "
+            f"at delta={delta:g}; raise noise or epsilon, or lower local.steps"
         )
-    return low
+    return rounds

@@ -1,4 +1,4 @@
-"""The numbers of a run's rounds, live, in experiment trackers: TensorBoard, and wandb and trackio where installed."""
+"""The numbers of a run's rounds, live, in TensorBoard, and in wandb, trackio and MLflow where they are installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
 from fedllm.common.console import warn
 from fedllm.common.errors import UserError
@@ -33,7 +33,8 @@ class Trackers:
     """The trackers of one run that is `done` rounds old. One that fails is left out from there on, with a warning.
 
     No round is drawn twice when a run resumes, whose rounds repeat bit for bit: TensorBoard drops its later events, and
-    for the others folder/trackers.json holds the run's id and the last round that each was sent.
+    for the others folder/trackers.json holds the run's id, MLflow's own id of it, and the last round that each was
+    sent.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, done: int, recipe: dict[str, Any]) -> None:
@@ -44,9 +45,15 @@ class Trackers:
         self._open: dict[str, GeneralTracker] = {}
         for name in dict.fromkeys(names):
             with self._survived(name):
-                tracker = _tracker(name, folder, done, self._known["id"])
+                tracker = (
+                    _mlflow(folder, self._known)
+                    if name == "mlflow"
+                    else _tracker(name, folder, done, self._known["id"])
+                )
                 tracker.start()
-                if name != "tensorboard":
+                if name == "mlflow":
+                    self._begin_mlflow(tracker, recipe)
+                elif name != "tensorboard":
                     tracker.store_init_configuration(recipe)
                 self._open[name] = tracker
 
@@ -71,12 +78,22 @@ class Trackers:
             with self._survived(name):
                 tracker.finish()
 
+    def _begin_mlflow(self, tracker: GeneralTracker, recipe: dict[str, Any]) -> None:
+        """Notes MLflow's id of a new run, and sends it the recipe: MLflow refuses parameters that change later."""
+        if "mlflow" not in self._known:
+            self._known["mlflow"] = tracker.tracker.info.run_id
+            self._write()
+            tracker.store_init_configuration(dict(_flat("", recipe, ".")))
+
+    def _write(self) -> None:
+        replace_text(self._path, json.dumps(self._known) + "\n")
+
     def _is_new(self, name: str, round: int) -> bool:
         """Whether a tracker was not sent this round before; notes that it is now."""
         if round <= self._known["sent"].get(name, 0):
             return False
         self._known["sent"][name] = round
-        replace_text(self._path, json.dumps(self._known) + "\n")
+        self._write()
         return True
 
     @contextlib.contextmanager
@@ -90,12 +107,20 @@ class Trackers:
             warn(f"run.trackers: {name} failed and is left out from here on: {type(error).__name__}: {error}")
 
 
-def _flat(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(name: str, values: Mapping[str, Any], between: str = "/") -> Iterator[tuple[str, Any]]:
+    """The innermost values, each under the names that lead to it."""
     for key, value in values.items():
+        path = f"{name}{between}{key}" if name else key
         if isinstance(value, Mapping):
-            yield from _flat(f"{name}/{key}", value)
+            yield from _flat(path, value, between)
         else:
-            yield f"{name}/{key}", value
+            yield path, value
+
+
+def _mlflow(folder: Path, known: Mapping[str, Any]) -> GeneralTracker:
+    """MLflow's tracker. Where it writes is MLflow's own rule: MLFLOW_TRACKING_URI, or its store in this directory."""
+    name = f"{folder.resolve().name}-{known['id']}"
+    return MLflowTracker(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), run_id=known.get("mlflow"), run_name=name)
 
 
 def _tracker(name: str, folder: Path, done: int, id: str) -> GeneralTracker:

@@ -18,10 +18,8 @@ from fedllm.experiment.client_scores import evaluate_own
 from fedllm.experiment.evaluation import evaluate
 from fedllm.experiment.job import Job
 from fedllm.experiment.personal import evaluate_clients
-from fedllm.experiment.privacy import spent
 from fedllm.experiment.records import RoundRecord, append_line
 from fedllm.experiment.round_source import RoundSource
-from fedllm.experiment.sample_privacy import epsilon_entries
 from fedllm.experiment.session import Session
 from fedllm.experiment.stopping import StopRequests, stopped
 from fedllm.experiment.trackers import Trackers
@@ -100,11 +98,9 @@ def _train_round(session: Session, source: RoundSource, plan: Plan) -> tuple[Rou
     if due:
         with section("evaluate"):
             record = replace(record, scores=source.evaluate(session))
-            if record.privacy:
-                epsilon = session.executor.on_first(lambda: spent(recipe, info.num_clients, state.round))
-                record = replace(record, privacy={**record.privacy, "epsilon": epsilon})
-            found = session.executor.on_first(lambda: epsilon_entries(job, state.round))
-            record = replace(record, privacy={**record.privacy, **found})
+            if (guarantee := job.guarantee) is not None:
+                spent = session.executor.on_first(lambda: guarantee.entries(state.round))
+                record = replace(record, privacy={**record.privacy, **spent})
         _note_cuts(session)
     return record, plan
 

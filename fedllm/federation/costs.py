@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedllm.aggregation.downloads import travel_dtype
-from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, Vectors
+from fedllm.algorithms.base import Algorithm, RoundInfo, Rows, Vectors, values
 from fedllm.blocks import BlockPartition
 from fedllm.common.tensors import State
 from fedllm.federation.setup import Setup
@@ -44,7 +44,7 @@ class Traffic:
 
 
 def _values(vectors: Vectors, info: RoundInfo, dim: int) -> int:
-    return sum(dim if length == "d" else info.blocks.num_blocks for length in vectors.values())
+    return sum(values(of, dim, info.blocks.num_blocks) for of in vectors.values())
 
 
 def traffic(
@@ -79,8 +79,8 @@ def round_bytes(setup: Setup, x: Tensor) -> tuple[int, int]:
     up = sum(
         times[name] * setup.pipeline.bytes(name, size, x.itemsize, declared) for name, size in declared.sent.items()
     )
-    values = len(x) + _values(setup.algorithm.downloads(), info, len(x))
-    down = values * travel_dtype(x.dtype, setup.downloads).itemsize
+    numbers = len(x) + _values(setup.algorithm.downloads(), info, len(x))
+    down = numbers * travel_dtype(x.dtype, setup.downloads).itemsize
     if buffers is not None and not buffers.local:
         down += len(buffers.initial) * x.itemsize
     return up, info.sampled * down
@@ -99,11 +99,11 @@ def vectors_per_round(
     """
     derived = alg.computable(info, equal_steps) if derive and info.turns == 1 else ()
 
-    def values(vectors: Vectors) -> int:
+    def sent(vectors: Vectors) -> int:
         return _values({name: of for name, of in vectors.items() if name not in derived}, info, dim)
 
-    moved = values(alg.downloads()) + _values(alg.uploads(), info, dim)
-    moved_by_tracked = values(alg.tracked_uploads()) * info.tracked / info.sampled
+    moved = sent(alg.downloads()) + _values(alg.uploads(), info, dim)
+    moved_by_tracked = sent(alg.tracked_uploads()) * info.tracked / info.sampled
     return (dim + (moved + moved_by_tracked) / info.turns) / dim
 
 
@@ -121,9 +121,7 @@ def client_memory(alg: Algorithm, info: RoundInfo, dim: int, frozen: int) -> dic
     local = alg.begin(x, server, kept, info)
     ours = {value.data_ptr() for value in server.values()}  # what is only a view of something received counts there
     moments = {n: value.numel() for n, value in local.items() if n != "x" and value.data_ptr() not in ours}
-    received = {
-        f"received {name}": dim if of == "d" else info.blocks.num_blocks for name, of in alg.downloads().items()
-    }
+    received = {f"received {name}": values(of, dim, info.blocks.num_blocks) for name, of in alg.downloads().items()}
     stored = {f"kept {name}": value.numel() for name, value in kept.items()}
     return {"frozen weights": frozen, "x": dim, "received x": dim, "gradient": dim, **moments, **received, **stored}
 

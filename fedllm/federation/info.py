@@ -36,8 +36,8 @@ def round_info(
 ) -> RoundInfo:
     """The facts of the run, as of round 0. turns: see RoundInfo.
 
-    Raises UserError where S or T do not fit the federation or `alg`, or `alg` declares a vector of another length than
-    "d" or "B"."""
+    Raises UserError where S or T do not fit the federation or `alg`, or `alg` declares a vector of a length that
+    there is not."""
     _check_declared(alg)
     blocks = problem.blocks
     if blocks is not None and blocks.dim != problem.dim:
@@ -85,8 +85,8 @@ def _check_declared(alg: Algorithm) -> None:
     """Raises UserError, naming method and vector, if `alg` declares a vector of unknown length."""
     for method in ("server_vectors", "client_vectors", "downloads", "uploads", "tracked_uploads"):
         for name, of in getattr(alg, method)().items():
-            if of not in ("d", "B"):
+            if of not in (("d", "B", "1") if method == "uploads" else ("d", "B")):
                 raise UserError(
-                    f"{type(alg).__name__}.{method}: '{name}' has length {of!r}, expected 'd', one number a "
-                    "coordinate, or 'B', one a block"
+                    f"{type(alg).__name__}.{method}: '{name}' has length {of!r}, expected 'd', one number per "
+                    "coordinate, or 'B', one per block; '1', one alone, is for uploads"
                 )

@@ -147,6 +147,8 @@ def train_together(
         own = None if buffers is None else buffers[:active]
         loss, g = checks.loss_and_gradient(problem, view["x"], clients[:active], info.index, k, own)
         with section("optimizer"):
+            if k == 0 and alg.start_loss is not None:
+                view[alg.start_loss].copy_(_known(loss, alg, problem)[:, None])
             alg.step(view, clip(g, alg.clip_norm), k + 1, rates[:active, k : k + 1], info)
         _require_in_place(alg, same, view)
         if loss is not None:
@@ -163,6 +165,16 @@ def train_together(
     mean_losses = None if losses is None else losses / rows.steps[:, 0]
     uploads = Uploads(upload, kept, before, clients, info.index)
     return Trained(began, rows, local, uploads, mean_losses)
+
+
+def _known(loss: Tensor | None, alg: Algorithm, problem: Problem) -> Tensor:
+    """The losses [C]. Raises UserError for a problem that gives none to an algorithm that reads them."""
+    if loss is None:
+        raise UserError(
+            f"{type(problem).__name__}.loss_and_gradient: gives no loss, but {type(alg).__name__} reads the loss of "
+            "the first step; return the losses [C] beside the gradients"
+        )
+    return loss.detach()
 
 
 def rows_of(

@@ -41,8 +41,8 @@ class Setup:
 
     def in_turn(self, turn: Turn, x: Tensor) -> Setup:
         """The same for the coordinates of one turn. x [d]: where clients read the others."""
-        info = replace(self.info, blocks=turn.blocks)
-        return replace(self, problem=TurnProblem(self.problem, turn, x), info=info, turns=())
+        problem = TurnProblem(self.problem, turn, x)
+        return replace(self, problem=problem, info=turn.facts(self.info), turns=())
 
     def require_private(self) -> None:
         """Raises UserError where client-level privacy does not cover all that clients send."""

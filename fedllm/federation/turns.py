@@ -8,11 +8,12 @@ neither decay nor lose what belongs to them, and clients send the turn's coordin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from fedllm.algorithms.base import RoundInfo
 from fedllm.blocks import BlockPartition
 from fedllm.common.errors import UserError
 from fedllm.common.tensors import State
@@ -47,6 +48,10 @@ class Turn:
     def put_all(self, vectors: State, parts: State) -> State:
         """`put` for each vector."""
         return {name: self.put(value, parts[name]) for name, value in vectors.items()}
+
+    def facts(self, info: RoundInfo) -> RoundInfo:
+        """What algorithms are told of a round of this turn: its blocks alone."""
+        return replace(info, blocks=self.blocks)
 
     def _places(self, vector: Tensor) -> Tensor:
         """A vector of B numbers has one per block; where B is d, blocks and coordinates are the same."""

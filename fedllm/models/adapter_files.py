@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from fedllm.common.errors import RunError, UserError
+from fedllm.common.files import replaced_folder
 from fedllm.models.lora import PREFIX, head_modules, lora_layers, shortest_suffixes
 from fedllm.models.structure import FUSED, SplitQKV
 
@@ -59,20 +58,8 @@ def save_adapter(
     folder = Path(folder).expanduser().resolve()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).exists()):
         raise UserError(f"{folder}: is no adapter ({CONFIG} is not in it), so it is not replaced; name another folder")
-    aside, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{part}") for part in ("new", "old"))
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    with replaced_folder(folder) as aside:
         _write(model, aside, base_name, tokenizer, card)
-        if folder.exists():
-            folder.rename(old)
-        aside.rename(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
     return folder
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fedllm.common.errors import UserError
+from fedllm.common.files import replaced_folder
 from fedllm.common.quiet import quiet
 from fedllm.models.adapter_files import CARD, save_tokenizer
 from fedllm.models.structure import SplitQKV, is_language_model
@@ -54,20 +53,11 @@ def save_merged(
     folder = Path(folder).expanduser().resolve()
     require_free(folder)
     merged = merge(model)
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.new")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    with replaced_folder(folder) as aside:
         with quiet():
             merged.save_pretrained(str(aside))
         if tokenizer is not None:
             save_tokenizer(tokenizer, aside)
         if card is not None:
             (aside / CARD).write_text(card, encoding="utf-8")
-        if folder.exists():
-            folder.rmdir()
-        aside.rename(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     return folder

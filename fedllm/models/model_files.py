@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fedllm.common.errors import RunError, UserError
+from fedllm.common.files import replaced_folder
 from fedllm.common.quiet import quiet
 from fedllm.models.adapter_files import CARD, save_tokenizer
 
@@ -31,20 +30,8 @@ def save_model(
     folder = Path(folder).expanduser().resolve()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).exists()):
         raise UserError(f"{folder}: is no model ({CONFIG} is not in it), so it is not replaced; name another folder")
-    aside, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{part}") for part in ("new", "old"))
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    with replaced_folder(folder) as aside:
         _write(model, aside, tokenizer, card)
-        if folder.exists():
-            folder.rename(old)
-        aside.rename(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
     return folder
 
 

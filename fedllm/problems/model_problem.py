@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fedllm.data.client_batches import ClientBatches
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.problems.base import Problem
 
@@ -19,9 +21,10 @@ the targets [n]; differentiable in the outputs."""
 class ModelProblem(Problem):
     """Clients that train a model on samples.
 
-    eval_cuts: in how many parts each batch of an evaluation is computed.
+    batches: who takes which samples. eval_cuts: in how many parts each batch of an evaluation is computed.
     """
 
+    batches: ClientBatches
     eval_cuts: int = 1
 
     @property
@@ -51,6 +54,15 @@ class ModelProblem(Problem):
         Of the batches only every `parts`-th from number `part` on is computed; the rows of the others are zeros.
         Raises RunError where a sample alone does not fit into memory.
         """
+
+    def steps(self, clients: Sequence[int], round: int) -> Tensor:
+        return torch.tensor([self.batches.steps(client) for client in clients])
+
+    def sizes(self, clients: Sequence[int]) -> Tensor:
+        return torch.tensor([float(len(self.batches.parts[client])) for client in clients])
+
+    def gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> Tensor:
+        return self.loss_and_gradient(X, clients, round, step)[1]
 
     @abstractmethod
     def release(self) -> None:

@@ -12,10 +12,9 @@ from statistics import fmean
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 
-from fedllm.common.console import console
+from fedllm.common.console import console, table_width
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replace_text
 from fedllm.reporting.groups import Group
@@ -103,7 +102,7 @@ class PaperTableReport:
         where that is too wide as well, each task on a line of its own above its methods."""
         for form in self._forms():
             table = self._rich(*form)
-            if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
+            if table_width(table) <= console.width:
                 break
         return table
 

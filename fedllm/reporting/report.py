@@ -6,8 +6,10 @@ import contextlib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os.path import realpath
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -40,14 +42,27 @@ _NAMES = (  # patterns of all files that a report can write; a figure of one of 
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Report:
+    """What `report` wrote.
+
+    files: in the order of the formats. scores: the lines of summary.csv, one per group of runs that differ only in the
+    seed, with the mean and the standard deviation of each number; None where there is none.
+    """
+
+    folder: Path
+    files: list[Path]
+    scores: list[dict[str, Any]]
+
+
 def report(
     folders: Sequence[str | Path],
     out: str | Path | None = None,
     formats: Sequence[str] = FORMATS,
     targets: Sequence[Target] = (),
-) -> list[Path]:
-    """Prints the summary tables of run folders, one for each data set, writes them and the figures into `out`, and
-    returns the written files.
+) -> Report:
+    """Prints the summary tables of run folders, one for each data set, and writes them and the figures into `out`; the
+    same as `fedllm report`.
 
     out: default `report/` beside the first run. formats: any of html (report.html, one page with everything), md,
     csv, tex (summary.*; csv also swept.csv) and png, svg (the figures).
@@ -81,7 +96,7 @@ def report(
     except OSError as error:
         raise RunError(f"{out} could not be written: {error}") from error
     say(f"written to {out}: {_listed(written)}")
-    return written
+    return Report(out, written, [line for summary in summaries for line in summary.numbers])
 
 
 def _in_order(*tables: Sequence[Summary | None]) -> list[Summary]:

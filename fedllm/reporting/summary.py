@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from fedllm.common.console import console
+from fedllm.common.console import table_width
 from fedllm.reporting.class_scores import class_quantities
 from fedllm.reporting.client_scores import client_quantities
 from fedllm.reporting.groups import Group, Target, legend
@@ -67,7 +66,7 @@ class Summary:
         legend."""
         parts: list[list[int]] = [[]]
         for column in range(1, len(self.headings)):
-            if parts[-1] and _width(self._table([0, *parts[-1], column])) > width:
+            if parts[-1] and table_width(self._table([0, *parts[-1], column])) > width:
                 parts.append([])
             parts[-1].append(column)
         return [*(self._table([0, *part]) for part in parts), *([self._legend()] if self.legend else [])]
@@ -261,8 +260,3 @@ def _moments(key: str, values: Sequence[float]) -> dict[str, float | None]:
         f"{key}_mean": statistics.fmean(values) if values else None,
         f"{key}_std": statistics.stdev(values) if len(values) > 1 else None,
     }
-
-
-def _width(table: Table) -> int:
-    """The width of a table in a terminal that is wide enough."""
-    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum

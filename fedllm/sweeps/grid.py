@@ -81,16 +81,21 @@ def load_grid(path: str | Path) -> Grid:
         raise UserError(f"{path}: not readable as YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: found {type(values).__name__}, expected keys such as grid: and seeds:")
-    grid = build(Grid, without_private(values), f"{path}: ")
+    return make_grid(values, str(path))
+
+
+def make_grid(values: Mapping[str, Any], source: str) -> Grid:
+    """A grid from plain data. source: how errors name it."""
+    grid = build(Grid, without_private(dict(values)), f"{source}: ")
     own = {f"cases.{name}.grid": case["grid"] for name, case in grid.cases.items() if case.get("grid") is not None}
     for where, axes in {"grid": grid.grid, **own}.items():
         if not isinstance(axes, Mapping) or not all(isinstance(key, str) for key in axes):
-            raise UserError(f"{path}: {where}: found {axes!r}, expected keys, each with a list of values")
+            raise UserError(f"{source}: {where}: found {axes!r}, expected keys, each with a list of values")
         for key, choices in axes.items():
             if not isinstance(choices, list) or not choices:
-                raise UserError(f"{path}: {where}.{key}: found {choices!r}, expected a list of values")
+                raise UserError(f"{source}: {where}.{key}: found {choices!r}, expected a list of values")
     if grid.seeds is not None and (not grid.seeds or len({*grid.seeds}) < len(grid.seeds)):
-        raise UserError(f"{path}: seeds: found {grid.seeds}, expected different whole numbers")
+        raise UserError(f"{source}: seeds: found {grid.seeds}, expected different whole numbers")
     return grid
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedllm.common.console import say, warn
 from fedllm.common.errors import RunError, UserError
@@ -25,19 +27,29 @@ from fedllm.sweeps.sweep_plan import SweepPlan, plan_sweep
 from fedllm.tasks.base import lower_is_better
 
 
+@dataclass(frozen=True)
+class SweepResult:
+    """A sweep that has ended. folder: of all its runs. runs: the run folders of the cells that were run, or were run
+    before, in the order of the grid. report: the folder of the tables and figures."""
+
+    folder: Path
+    runs: list[Path]
+    report: Path
+
+
 def sweep(
     recipe: str | Path,
-    grid: str | Path,
+    grid: str | Path | Mapping[str, Any],
     out: str | Path | None = None,
     overrides: Sequence[str] = (),
     only: Sequence[str] = (),
     executor: Executor | None = None,
-) -> Path:
+) -> SweepResult:
     """Runs every cell of the grid over the recipe and reports them together; the same as `fedllm sweep`.
 
-    out: folder of the runs, default runs/<recipe>-<grid>; a cell's run is in <out>/<cell>-s<seed>, a trial in
-    <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. only: the cases to run; the tables
-    show what there is of the others too. executor: see run.
+    grid: a YAML file, or what it would hold. out: folder of the runs, default runs/<recipe>-<grid>; a cell's run is in
+    <out>/<cell>-s<seed>, a trial in <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. only: the
+    cases to run; the tables show what there is of the others too. executor: see run.
     Finished cells are skipped and interrupted cells continue, so the same command can be repeated until all are done.
     If it runs several times at once, each process takes cells that no other process is working on.
     Raises UserError for a mistake in any cell before the first one runs; RunError at the end if some cells failed.
@@ -45,8 +57,8 @@ def sweep(
     return run_sweep(plan_sweep(recipe, grid, out, overrides, only), executor)
 
 
-def run_sweep(plan: SweepPlan, executor: Executor | None = None) -> Path:
-    """Runs the cells of a plan and reports them together, see `sweep`; returns the folder of the runs."""
+def run_sweep(plan: SweepPlan, executor: Executor | None = None) -> SweepResult:
+    """Runs the cells of a plan and reports them together, see `sweep`."""
     feeds = f", for {plan.grid.feeds}" if plan.grid.feeds else ""
     executor = executor or executor_for(plan.any_recipe().run)
     say(f"{amount(plan)}, into {plan.out}{feeds}")
@@ -56,7 +68,7 @@ def run_sweep(plan: SweepPlan, executor: Executor | None = None) -> Path:
     executor.on_first(lambda: _write_tables(plan, folders))
     if runner.failed:
         raise RunError(f"{len(runner.failed)} runs of the sweep failed:\n  " + "\n  ".join(runner.failed))
-    return plan.out
+    return SweepResult(plan.out, [folder for folder in folders if _has_begun(folder)], _report_folder(plan))
 
 
 def _run_cells(plan: SweepPlan, runner: _Runner) -> list[Path]:
@@ -82,9 +94,17 @@ def _write_tables(plan: SweepPlan, folders: Sequence[Path]) -> None:
     """The table of the trials, and the report of the runs that have begun."""
     if plan.grid.choose:
         _write_trials(plan.out, plan.grid.choose, [cell for members in plan.cases.values() for cell in members])
-    if done := [folder for folder in folders if (folder / "metrics.jsonl").is_file()]:
-        with run_lock(plan.out / "report", wait=True):
-            report(done, plan.out / "report")
+    if done := [folder for folder in folders if _has_begun(folder)]:
+        with run_lock(_report_folder(plan), wait=True):
+            report(done, _report_folder(plan))
+
+
+def _has_begun(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file()
+
+
+def _report_folder(plan: SweepPlan) -> Path:
+    return plan.out / "report"
 
 
 class _Runner:

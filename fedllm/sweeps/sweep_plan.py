@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
 from fedllm.config.recipe import Recipe
-from fedllm.sweeps.grid import Cell, Grid, Overrides, cells, check_choice, load_grid
+from fedllm.sweeps.grid import Cell, Grid, Overrides, cells, check_choice, load_grid, make_grid
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class SweepPlan:
 
 def plan_sweep(
     recipe: str | Path,
-    grid: str | Path,
+    grid: str | Path | Mapping[str, Any],
     out: str | Path | None = None,
     overrides: Sequence[str] = (),
     only: Sequence[str] = (),
@@ -69,21 +70,21 @@ def plan_sweep(
 
     Every recipe is read here, so that mistakes show before anything runs: UserError names the grid file and the cell.
     """
-    recipe, grid = Path(recipe), Path(grid)
-    loaded = load_grid(grid)
+    recipe = Path(recipe)
+    loaded, where = (make_grid(grid, "grid"), "grid") if isinstance(grid, Mapping) else (load_grid(grid), str(grid))
     for case in only:
         if case not in loaded.cases:
-            raise UserError(f"--only {case}: no such case in {grid}{nearest(case, list(loaded.cases))}")
+            raise UserError(f"--only {case}: no such case in {where}{nearest(case, list(loaded.cases))}")
     cases: dict[str, list[Cell]] = {}
     for cell in cells(loaded, overrides):
         cases.setdefault(cell.case, []).append(cell)
-    place = Path(out) if out else Path("runs") / f"{recipe.stem}-{grid.stem}"
+    place = Path(out) if out else Path("runs") / f"{recipe.stem}-{Path(where).stem}"
     plan = SweepPlan(recipe, loaded, place, cases, tuple(only))
-    _check_cells(plan, grid)
+    _check_cells(plan, where)
     return plan
 
 
-def _check_cells(plan: SweepPlan, grid: Path) -> None:
+def _check_cells(plan: SweepPlan, where: str) -> None:
     """Raises UserError for a cell that is no recipe, and for two cells that are one or would share a folder."""
     folders: dict[str, Cell] = {}
     for members in plan.cases.values():
@@ -92,14 +93,14 @@ def _check_cells(plan: SweepPlan, grid: Path) -> None:
             try:
                 loaded = _checked_recipe(plan, cell, trials=len(members))
             except UserError as error:
-                raise UserError(f"{grid}, cell {cell.name}: {error}") from error
+                raise UserError(f"{where}, cell {cell.name}: {error}") from error
             twin = settings.setdefault(loaded.yaml(), cell)
             if twin is not cell:
-                raise UserError(f"{grid}: two cells are one, {twin.title} and {cell.title}; expected different values")
+                raise UserError(f"{where}: two cells are one, {twin.title} and {cell.title}; expected different values")
             twin = folders.setdefault(cell.name, cell)
             if twin is not cell:
                 raise UserError(
-                    f"{grid}: two cells would share the folder {cell.name}: {twin.title} and {cell.title}; make them "
+                    f"{where}: two cells would share the folder {cell.name}: {twin.title} and {cell.title}; make them "
                     f"cases, which have names"
                 )
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedllm import QuadraticProblem, load_algorithm, simulate
+from fedllm import Problem, QuadraticProblem, load_algorithm, simulate
 from fedllm.common.errors import UserError
 
 N, DIM = 5, 4
@@ -248,6 +248,44 @@ def test_feddyn_reaches_the_optimum(sampled: int) -> None:
     close(result.x, problem.optimum(), 1e-8)
     close(result.clients["h"], problem.full_gradient(problem.optimum(), range(N)), 1e-7)
     close(result.server["h"], result.clients["h"].mean(0), 1e-10)
+
+
+@pytest.mark.parametrize("sampled", [N, 2])
+def test_qfedavg_with_q_zero_is_fedavg(sampled: int) -> None:
+    problem = different_clients()
+    found = [
+        simulate(
+            load_algorithm(name, lr=0.1, weights="uniform", **keys),
+            problem,
+            rounds=5,
+            local_steps=3,
+            clients_per_round=sampled,
+        )
+        for name, keys in (("qfedavg", {"q": 0}), ("fedavg", {}))
+    ]
+    assert torch.equal(found[0].history, found[1].history)
+
+
+def test_a_problem_without_losses_is_refused() -> None:
+    class Lossless(QuadraticProblem):
+        loss_and_gradient = Problem.loss_and_gradient
+
+    base = different_clients()
+    with pytest.raises(UserError, match=r"Lossless.loss_and_gradient: gives no loss, but QFedAvg reads the loss of"):
+        simulate(load_algorithm("qfedavg"), Lossless(base.H, base.a), rounds=1, local_steps=1)
+
+
+def test_a_higher_q_makes_the_losses_more_even() -> None:
+    """The paper's claim: the spread of the clients' losses falls with q, and that of the worst client falls."""
+    problem = different_clients()
+    spreads, worst = [], []
+    for q in (0.0, 1.0, 5.0):
+        x = simulate(load_algorithm("qfedavg", lr=0.1, q=q), problem, rounds=300, local_steps=1).x
+        losses = problem.loss_and_gradient(x.expand(N, -1), range(N), 0, 0)[0]
+        spreads.append(float(losses.std()))
+        worst.append(float(losses.max()))
+    assert spreads[0] > spreads[1] > spreads[2]
+    assert worst[0] > worst[1] > worst[2]
 
 
 def test_fedadagrad_of_one_local_step_equals_adagrad() -> None:

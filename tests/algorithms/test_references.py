@@ -35,6 +35,7 @@ OPTIONS = {
     "fedprox": [{"weights": "size"}, {"mu": 0.4}],
     # FedDyn has uniform weights alone
     "feddyn": [{"weights": "uniform"}, {"weights": "uniform", "alpha": 0.7}],
+    "qfedavg": [{}, {"q": 0.2}, {"q": 2.0}, {"q": 0}],
     "fedyogi": [{}, {"betas": [0.5, 0.8], "tau": 0.1}, {"betas": [0, 0]}],
     "fedadagrad": [{}, {"beta": 0.5, "tau": 0.1}],
     "fedadam": [{}, {"betas": [0.5, 0.8], "tau": 0.1}, {"bias_correction": True}, {"betas": [0, 0]}],

@@ -113,8 +113,9 @@ def interrupted(client: Client, after: int) -> dict:
 def steps(client: Client, optimizer: FederatedOptimizer, work: list) -> None:
     for batch in work:
         optimizer.zero_grad()
-        squared(client.model, batch).backward()
-        optimizer.step()
+        loss = squared(client.model, batch)
+        loss.backward()
+        optimizer.step(loss.detach)
 
 
 @pytest.mark.parametrize("name", algorithm_names())
@@ -129,6 +130,14 @@ def test_a_loaded_state_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert found.head == expected.head
     for key, value in expected.items():
         assert torch.equal(found[key], value)
+
+
+def test_a_first_step_without_its_loss_is_refused() -> None:
+    client = client_of("qfedavg")
+    optimizer = client.begin(broadcast_for(client), steps=K)
+    squared(client.model, batches()[0]).backward()
+    with pytest.raises(UserError, match=r"step 1: QFedAvg reads the loss of the first batch, found none; call step\(l"):
+        optimizer.step()
 
 
 def test_a_state_of_another_round_is_refused() -> None:

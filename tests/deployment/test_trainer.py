@@ -17,6 +17,7 @@ from trained_rounds import MODELS, STEPS, arguments, assert_same, causal, classi
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 import fedllm.client
+from fedllm import load_algorithm
 from fedllm.client import FederatedTrainer, Upload
 from fedllm.common.errors import UserError
 
@@ -235,6 +236,13 @@ def test_what_a_client_has_itself_is_not_given_again(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             FederatedTrainer(client, broadcast, arguments(tmp_path), **given)
     FederatedTrainer(client, broadcast, arguments(tmp_path), model=client.model)
+
+
+def test_an_algorithm_that_reads_the_loss_is_refused(tmp_path: Path) -> None:
+    client, broadcast = round_of("classifier")
+    client.algorithm = load_algorithm("qfedavg")
+    with pytest.raises(UserError, match=r"client.algorithm: found QFedAvg, which reads the loss .* use Client.fit"):
+        FederatedTrainer(client, broadcast, arguments(tmp_path))
 
 
 def test_sharding_by_the_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

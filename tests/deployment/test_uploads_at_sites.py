@@ -38,7 +38,7 @@ def federation(name: str, uploads: UploadsSettings) -> Federation:
 
 
 @pytest.mark.parametrize("uploads", ALL, ids=named)
-@pytest.mark.parametrize("name", ["fadamgc", "scaffold", "fedadamw", "feddyn"])
+@pytest.mark.parametrize("name", ["fadamgc", "scaffold", "fedadamw", "feddyn", "qfedavg"])
 def test_sites_compute_what_a_simulation_computes(name: str, uploads: UploadsSettings) -> None:
     alg, info, server, clients = federation(name, uploads)
     problem = quadratic()

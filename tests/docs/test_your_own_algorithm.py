@@ -130,7 +130,10 @@ def test_the_command_shows_no_traceback(own_folder: Path, name: str, capsys: pyt
             r"Careless.end: of what it keeps, found tensors \[\], expected \['c'\], as client_vectors declares",
         ),
         ("Silent", r"Silent.end: of what it sends, found tensors \['d'\], expected \['d', 'z'\], as uploads and"),
-        ("Misread", r"Misread.server_vectors: 'm' has length 'D', expected 'd', one number a coordinate, or 'B', one"),
+        (
+            "Misread",
+            r"Misread.server_vectors: 'm' has length 'D', expected 'd', one number per coordinate, or 'B'",
+        ),
     ],
 )
 def test_what_a_method_forgets_is_named(own_folder: Path, name: str, message: str) -> None:

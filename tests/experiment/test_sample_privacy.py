@@ -15,6 +15,7 @@ from conftest import write_rows
 from federations import ThreadLink, deployed, settings, simulated, split_rows, written
 from full_models import Pixels, full_problem, small_net
 from jobs import job
+from launched import launch, numbers
 
 from fedllm import load_recipe, run_recipe
 from fedllm.aggregation.accounting import SampledGaussian
@@ -55,6 +56,16 @@ def test_epsilon_is_that_of_the_steps_really_taken(tiny: Path, finished: RunResu
     assert told["neighbours"] == "add or remove one sample of one client"
     assert "train_loss" in " ".join(told["does_not_cover"])
     load_run(finished.folder)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_bits_of_one(tiny: Path, tmp_path: Path) -> None:
+    """Batches, noise and epsilon depend on the client, wherever it is trained."""
+    one = run_recipe(tiny / "recipe.yaml", [*PRIVATE, *FEW, "run.shares=2"], tmp_path / "one").folder
+    done = launch("scripts/fedtune.py", str(tiny / "recipe.yaml"), *PRIVATE, *FEW, f"run.dir={tmp_path / 'two'}")
+    assert done.returncode == 0, done.stderr
+    assert same_bits(tmp_path / "two", one)
+    assert numbers(tmp_path / "two") == numbers(one)
 
 
 @pytest.mark.slow
@@ -165,6 +176,7 @@ def test_poisson_rounds_count_too(tiny: Path) -> None:
         ),
         ("algorithm.weights=size", r"privacy: found algorithm.weights=size, expected uniform .*set .*=uniform"),
         ("algorithm.tracking_init=gradient", r"privacy: found algorithm.tracking_init=gradient, expected zero .*"),
+        ("algorithm={name: qfedavg}", r"privacy: found QFedAvg, whose clients send numbers made of their loss"),
         ("privacy.delta=null", r"privacy: found noise alone, expected two of epsilon, delta and noise"),
     ],
 )

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +104,54 @@ def test_a_tracker_is_sent_each_round_once_over_a_resume(
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
+class MLflow(ModuleType):
+    """As much of MLflow as accelerate's tracker calls; it refuses a parameter that changes, as MLflow does."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.__spec__ = ModuleSpec("mlflow", None)
+        self.utils = SimpleNamespace(
+            validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
+        )
+        self.begun: list[str | None] = []
+        self.logged: Log = []
+        self.params: dict[str, Any] = {}
+
+    def search_experiments(self, filter_string: str) -> list[Any]:
+        return [SimpleNamespace(experiment_id="7")]
+
+    def start_run(self, run_id: str | None, **_: Any) -> Any:
+        self.begun.append(run_id)
+        return SimpleNamespace(info=SimpleNamespace(run_id="abc"))
+
+    def log_params(self, values: dict[str, Any]) -> None:
+        assert not self.params.keys() & values.keys(), "a parameter is logged again"
+        self.params |= values
+
+    def log_metrics(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+    def end_run(self) -> None:
+        self.begun.append("ended")
+
+
+@pytest.mark.slow
+def test_mlflow_goes_on_in_its_own_run_over_a_resume(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = MLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    lines = run_tiny(tiny, tmp_path / "run", "[mlflow]")
+    again_from_round(tmp_path / "run", 2, 3)
+    run_tiny(tiny, tmp_path / "run", "[mlflow]", "run.checkpoint_every=2")
+    assert module.begun == [None, "ended", "abc", "ended"]
+    assert [step for step, _ in module.logged] == [1, 2, 3]
+    assert [values["accuracy"] for _, values in module.logged] == [line["accuracy"] for line in lines]
+    assert module.params["algorithm.name"] == "fadamgc"
+    assert module.params["run.checkpoint_every"] == 1
+
+
 @pytest.mark.parametrize(
     ("variables", "mode"),
     [
@@ -159,7 +207,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_is_loaded(
 def test_an_unknown_tracker_is_a_mistake(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(tiny / "recipe.yaml"), "run.trackers=[wanda]"]) == 2
     error = capsys.readouterr().err
-    assert "run.trackers: found ['wanda'], expected a list of any of: tensorboard, wandb, trackio" in error
+    assert "run.trackers: found ['wanda'], expected a list of any of: tensorboard, wandb, trackio, mlflow" in error
 
 
 @pytest.mark.slow

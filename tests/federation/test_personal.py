@@ -99,6 +99,7 @@ def test_steps_on_uploads_leave_personal_coordinates_alone(name: str, uploads: d
         ("scaffoldm", {}, "mix the gradient with G"),
         ("padamfed", {}, "mix the gradient with G"),
         ("fedlada", {}, "averages vhat"),
+        ("qfedavg", {}, "counts the change of all coordinates"),
         ("localadamw", {"aggregate": "v"}, "averages v of each"),
         ("fedadamw", {"form": "alg3"}, "mix the gradient with Delta"),
         ("fa_nt", {"form": "one_vector"}, "form=tracked"),

@@ -46,6 +46,11 @@ class Script:
         limit, norm = self.get("clip_norm", None), math.sqrt(float((g * g).sum()))
         return g if limit is None or norm <= limit else g * (limit / norm)
 
+    def loss(self, x, i):
+        """Client i's quadratic at x."""
+        apart = x - self.problem.a[i]
+        return float(apart @ self.problem.H[i] @ apart) / 2
+
     def full_gradient(self, i):
         """Gradient of client i's whole objective at x0."""
         return self.problem.full_gradient(self.x0, [i])[0]

@@ -162,3 +162,21 @@ def feddyn(run):
         x = x + run.eta_g * run.mean(d) - h / alpha
         run.history.append(x)
     run.server, run.clients = {"h": h}, {"h": hi}
+
+
+def qfedavg(run):
+    q, x = run.get("q", 1.0), run.x0
+    L = 1 / run.lr
+    for t, sampled, _ in run.rounds():
+        Delta, h = {}, {}
+        for i in sampled:
+            F = run.loss(x, i) + 1e-10
+            xi = x
+            for k, eta in run.steps(i, t):
+                g = run.gradient(xi, i, t, k)
+                xi = xi - eta * (g + run.lam * xi)
+            Dw = L * (x - xi)
+            Delta[i] = F**q * Dw
+            h[i] = q * F ** (q - 1) * float((Dw * Dw).sum()) + L * F**q
+        x = x - run.eta_g * run.mean(Delta) / run.mean(h)
+        run.history.append(x)

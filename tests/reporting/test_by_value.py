@@ -56,7 +56,7 @@ def test_runs_without_a_column_have_no_figure(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_page_has_the_answers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", told=by(north=(5, 0.2, 0.6)), answers=[ANSWER])
-    written = report([run], tmp_path / "report", formats=["html", "svg"])
+    written = report([run], tmp_path / "report", formats=["html", "svg"]).files
     text = (tmp_path / "report" / "report.html").read_text()
     assert "list &lt;files&gt;" in text
     assert "ls -l" in text

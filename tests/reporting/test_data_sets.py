@@ -153,7 +153,7 @@ def test_two_data_sets_are_two_tables_that_fit_the_terminal(tmp_path, width, mon
 
 @pytest.mark.slow
 def test_the_files_of_two_data_sets(tmp_path):
-    written = report(twelve(tmp_path), tmp_path / "out")
+    written = report(twelve(tmp_path), tmp_path / "out").files
     names = {path.name for path in written}
     assert {"score_by_round.agnews-train-parquet.png", "train_loss.snli-train-parquet.svg"} < names
     for text in ("summary.md", "report.html"):
@@ -163,7 +163,7 @@ def test_the_files_of_two_data_sets(tmp_path):
     assert (tmp_path / "out" / "summary.md").read_text().count("| run |") == 4
     assert (tmp_path / "out" / "summary.tex").read_text().count(r"\begin{tabular}") == 4
     assert len((tmp_path / "out" / "summary.csv").read_text().splitlines()) == 11
-    again = report([tmp_path / "agnews0"], tmp_path / "out", formats=["svg"])
+    again = report([tmp_path / "agnews0"], tmp_path / "out", formats=["svg"]).files
     assert sorted((tmp_path / "out").iterdir()) == sorted(again)  # nothing of the earlier report is left
 
 

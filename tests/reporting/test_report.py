@@ -379,7 +379,8 @@ def test_report_writes_what_it_lists_and_says_what_it_left_out(tmp_path):
     seeds = [make_run(tmp_path / "runs" / str(seed), seed=seed) for seed in range(2)]
     (tmp_path / "runs" / "junk").mkdir()
     with console.capture() as capture:
-        written = report([*seeds, tmp_path / "runs" / "junk"])
+        done = report([*seeds, tmp_path / "runs" / "junk"])
+    written = done.files
     out = tmp_path / "runs" / "report"
     assert sorted(written) == sorted(out.iterdir())
     assert {path.suffix for path in written} == {".html", ".md", ".csv", ".tex", ".png", ".svg"}
@@ -392,9 +393,9 @@ def test_report_writes_what_it_lists_and_says_what_it_left_out(tmp_path):
 @pytest.mark.slow
 def test_a_second_report_passes_over_the_first_and_writes_the_same(tmp_path):
     make_run(tmp_path / "a")
-    first = {path: path.read_bytes() for path in report([tmp_path / "a"])}
+    first = {path: path.read_bytes() for path in report([tmp_path / "a"]).files}
     with console.capture() as capture:
-        second = report(sorted(tmp_path.glob("*")))
+        second = report(sorted(tmp_path.glob("*"))).files
     assert "left out" not in capture.get()
     assert {path: path.read_bytes() for path in second} == first
 
@@ -407,18 +408,18 @@ def test_a_report_leaves_nothing_of_an_earlier_one(tmp_path):
     report([make_run(tmp_path / "a", counts=[(3, 1), (0, 2)], **drift)], out)
     assert {"client_drift.png", "client_labels.svg"} < {path.name for path in out.iterdir()}
     (out / "mine.png").write_bytes(b"")
-    written = report([make_run(tmp_path / "b")], out)
+    written = report([make_run(tmp_path / "b")], out).files
     assert sorted(out.iterdir()) == sorted([*written, out / "mine.png"])
 
 
 def test_a_report_of_the_folder_that_one_stands_in_lies_beside_it(tmp_path, monkeypatch):
     monkeypatch.chdir(make_run(tmp_path / "runs" / "a"))
-    (written,) = report(["."], formats=["csv"])
+    (written,) = report(["."], formats=["csv"]).files
     assert written == tmp_path / "runs" / "report" / "summary.csv"
 
 
 def test_formats_and_folder_can_be_chosen(tmp_path):
-    written = report([make_run(tmp_path / "a")], tmp_path / "deep" / "out", formats=["csv"])
+    written = report([make_run(tmp_path / "a")], tmp_path / "deep" / "out", formats=["csv"]).files
     assert written == [tmp_path / "deep" / "out" / "summary.csv"]
     assert list(written[0].parent.iterdir()) == written
 

@@ -181,7 +181,7 @@ def test_what_is_drawn(tmp_path: Path) -> None:
 def test_the_report_has_it(tmp_path: Path) -> None:
     folders = sweep(tmp_path, "partition.alpha", {0.1: [NEVER, LATE], 0.3: [EARLY, LATE], 1: [EARLY, EARLY]})
     out = tmp_path / "report"
-    names = {path.name for path in report(folders, out)}
+    names = {path.name for path in report(folders, out).files}
     assert {"swept.csv", "swept.png", "swept.svg"} <= names
     assert "Over the swept setting" in (out / "report.html").read_text()
     rows = list(csv.DictReader(io.StringIO((out / "swept.csv").read_text())))

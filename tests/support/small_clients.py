@@ -53,9 +53,11 @@ class Point(nn.Module):
 
 
 def slope(model: Point, batch: tuple[QuadraticProblem, int, int, int]) -> Tensor:
-    """A loss whose gradient is exactly the problem's, of a client in a round and step."""
+    """A loss whose value and gradient are exactly the problem's, of a client in a round and step."""
     problem, client, round, step = batch
-    return (problem.gradient(model.x.detach()[None], [client], round, step)[0] * model.x).sum()
+    loss, g = problem.loss_and_gradient(model.x.detach()[None], [client], round, step)
+    linear = (g[0] * model.x).sum()
+    return linear + (loss[0] - linear).detach()
 
 
 BLOCKS = BlockPartition((whole("a", "tensor", 1), whole("b", "tensor", 3), whole("c", "tensor", 2)))

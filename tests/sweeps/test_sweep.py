@@ -115,7 +115,7 @@ def test_the_best_trial_of_each_case_is_run_in_full(tiny: Path, tmp_path: Path) 
         choose={"rounds": 2, "by": "eval_loss", "set": {"eval.every": 2}},
         seeds=[3, 4],
     )
-    out = sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["run.threads=1"])
+    out = sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["run.threads=1"]).folder
     trials = {path.parent.name: json.loads(path.read_text()) for path in out.glob("trials/*/result.json")}
     assert set(trials) == {"adam,lr=1e-09", "adam,lr=0.02"}
     assert {(trial["rounds"], trial["seed"]) for trial in trials.values()} == {(2, 3)}
@@ -137,7 +137,7 @@ def test_one_case_alone(tiny: Path, tmp_path: Path) -> None:
         set={"federation.rounds": 1},
         cases={name: {"algorithm": {"name": name, "lr": 0.01}} for name in ("fedavg", "localadam")},
     )
-    assert names(sweep(tiny / "recipe.yaml", grid, tmp_path / "out", only=["localadam"])) == ["localadam-s0"]
+    assert names(sweep(tiny / "recipe.yaml", grid, tmp_path / "out", only=["localadam"]).folder) == ["localadam-s0"]
     with pytest.raises(UserError, match=r"--only localadamm: no such case .*did you mean .localadam.\?"):
         sweep(tiny / "recipe.yaml", grid, tmp_path / "out", only=["localadamm"])
 
@@ -154,7 +154,7 @@ def test_one_case_run_alone_leaves_the_others_in_the_tables(
     }
     grid = write(tmp_path, set={"federation.rounds": 1}, cases=cases, choose={"rounds": 1})
     for case in cases:
-        out = sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["run.threads=1"], only=[case])
+        out = sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["run.threads=1"], only=[case]).folder
     assert (out / "trials.md").read_text().count("| fedavg |") == 2
     summary = (out / "report" / "summary.md").read_text()
     assert "| fedavg " in summary

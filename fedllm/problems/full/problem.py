@@ -88,15 +88,6 @@ class FullProblem(ModelProblem):
     def initial(self) -> Tensor:
         return self.model.start.clone()
 
-    def steps(self, clients: Sequence[int], round: int) -> Tensor:
-        return torch.tensor([self.batches.steps(client) for client in clients])
-
-    def sizes(self, clients: Sequence[int]) -> Tensor:
-        return torch.tensor([float(len(self.batches.parts[client])) for client in clients])
-
-    def gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> Tensor:
-        return self.loss_and_gradient(X, clients, round, step)[1]
-
     def loss_and_gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> tuple[Tensor, Tensor]:
         """Mini-batch losses [C] and gradients [C, d]. New running statistics of a batch norm are forgotten."""
         return self.train_step(X, self.model.first_buffers.repeat(len(clients), 1), clients, round, step)

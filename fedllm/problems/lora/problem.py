@@ -114,15 +114,6 @@ class LoraProblem(ModelProblem):
     def initial(self) -> Tensor:
         return self.model.start.clone()
 
-    def steps(self, clients: Sequence[int], round: int) -> Tensor:
-        return torch.tensor([self.batches.steps(client) for client in clients])
-
-    def sizes(self, clients: Sequence[int]) -> Tensor:
-        return torch.tensor([float(len(self.batches.parts[client])) for client in clients])
-
-    def gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> Tensor:
-        return self.loss_and_gradient(X, clients, round, step)[1]
-
     def loss_and_gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> tuple[Tensor, Tensor]:
         with section("data"):
             batches = [self.batches.indices(client, round, step) for client in clients]
