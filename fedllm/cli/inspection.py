@@ -20,6 +20,16 @@ def add_commands(commands: Commands) -> None:
     add_recipe(partition)
     partition.add_argument("--out", type=Path, help="file; default partitions/<a name made of the arguments>")
 
+    partition.add_argument(
+        "--draw",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FILE",
+        help="also draw each client's samples and labels, as .png, .svg or .pdf; default the name of the partition "
+        "file, as .png",
+    )
+
     blocks = add_command(commands, "blocks", _blocks, "print the block partition of a model")
     blocks.add_argument("model", help="hub id, folder, or package:<module>")
     blocks.add_argument("--scheme", default="hessian", choices=["hessian", "tensor", "elementwise", "none"])
@@ -63,21 +73,9 @@ def _partition(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)  # before torch is loaded
     with importing():
-        from fedllm.common.console import say, say_all, stage
-        from fedllm.config.own_files import require_own_files
-        from fedllm.data.partition_file import get_partition, partition_name, write_partition
-        from fedllm.experiment.recipe_data import read_data
+        from fedllm.cli.client_partition import write_clients
 
-    require_own_files(recipe)
-    with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
-        dataset = read_data(recipe, progress)
-    say_all(dataset.notes, dataset.warnings)
-    parts = get_partition(recipe.partition, dataset)
-    path = arguments.out or Path("partitions") / partition_name(recipe.partition, dataset)
-    write_partition(path, parts, recipe.partition, dataset)
-    sizes = sorted(map(len, parts))
-    say(f"{path}: {len(parts)} clients, {sizes[0]:,} to {sizes[-1]:,} samples, {sum(sizes):,} in all")
-    return 0
+    return write_clients(recipe, arguments)
 
 
 def _blocks(arguments: argparse.Namespace) -> int:

@@ -51,7 +51,9 @@ class Coding:
         if None in codes:
             row = codes.index(None)
             found = cut_name(repr(values[row]))
-            raise UserError(f"{table.source}, row {row + 1}, column '{label}': found {found}, expected {expected}")
+            raise UserError(
+                f"{table.source}, {table.row_name(row + 1)}, column '{label}': found {found}, expected {expected}"
+            )
         return np.array(codes, np.int64 if self.names else np.float32)
 
 
@@ -78,7 +80,8 @@ def learn_coding(table: Table, label: str, regression: bool | None = None) -> Co
     for row, name in enumerate(map(class_name, values), 1):
         if not name.strip() or name.encode("utf-8", "replace").decode() != name:
             raise UserError(
-                f"{where}, row {row}: found {cut_name(repr(name))}, expected a class's name in readable text"
+                f"{where}, {table.row_name(row)}: found {cut_name(repr(name))}, expected a class's name in readable "
+                "text"
             )
     if len(names) < 2:
         raise UserError(f"{where}: every row has the label '{cut_name(names[0])}'; expected two classes or more")
@@ -111,7 +114,7 @@ def encode_as(
         first = unknown[0]
         raise UserError(
             f"{table.source}, column '{label}': {len(unknown):,} of {len(values):,} rows have a label that {knows} "
-            f"does not know, the first is {cut_name(repr(values[first]))} in row {first + 1}; it knows "
+            f"does not know, the first is {cut_name(repr(values[first]))} in {table.row_name(first + 1)}; it knows "
             f"{listed(names, 20)}"
         )
     return np.array(codes, np.int64), ()

@@ -15,7 +15,10 @@ import numpy as np
 
 from fedllm.common.errors import UserError
 from fedllm.common.schema import build
+from fedllm.data.clusters import cluster_ids
 from fedllm.data.groups import column_values
+from fedllm.data.natural_clients import left_out
+from fedllm.data.partition_keys import WITHOUT_LABELS, partition_keys, partition_name
 from fedllm.data.partitioning import partition, stratify, summary
 from fedllm.data.settings import PartitionSettings
 
@@ -27,6 +30,7 @@ __all__ = [
     "digest",
     "get_partition",
     "group_column",
+    "left_out_notes",
     "partition",
     "partition_name",
     "read_partition",
@@ -38,37 +42,10 @@ __all__ = [
 FORMAT = "fedllm-partition-1"
 LISTED = 20_000  # with more samples, a file has no lists: the partition is drawn again and its digest compared
 
-SHORT = {"dirichlet_classes": "dir", "dirichlet_clients": "dirc", "iid": "iid", "shards": "shards", "by_column": "by_"}
-KEYS = {  # keys of the recipe section, by the scheme that reads them
-    "dirichlet_classes": ("clients", "alpha", "seed", "min_size"),
-    "dirichlet_clients": ("clients", "alpha", "seed", "min_size"),
-    "iid": ("clients", "seed", "min_size"),
-    "shards": ("clients", "shards_per_client", "seed", "min_size"),
-    "by_column": ("clients", "column", "min_size"),
-}
-
 
 def get_partition(settings: PartitionSettings, dataset: Dataset) -> list[np.ndarray]:
     """The training samples of each client by a recipe's `partition:` section: read from its file, or newly drawn."""
     return read_partition(settings.file, dataset) if settings.file else _draw(settings, dataset)
-
-
-def partition_name(settings: PartitionSettings, dataset: Dataset) -> str:
-    """A file name from the settings that determine the partition, for example "qqp_dir0.1_n100_s0.json"."""
-    keys = _keys(settings, dataset)
-    strength = {
-        "alpha": f"{settings.alpha:g}",
-        "shards_per_client": settings.shards_per_client,
-        "column": settings.column,
-    }
-    told = [str(strength[key]) for key in keys if key in strength]
-    scheme = SHORT[settings.scheme] + "_".join(told)
-    parts = [dataset.name.removeprefix("glue/"), scheme]
-    if "seed" in keys:
-        parts += [f"n{settings.clients}", f"s{settings.seed}"]
-    if settings.min_size != 1:
-        parts.append(f"m{settings.min_size}")
-    return re.sub(r"[^\w.-]+", "-", "_".join(parts)) + ".json"
 
 
 @dataclass(frozen=True)
@@ -116,7 +93,7 @@ def write_partition(
         dataset=dataset.name,
         fingerprint=dataset.fingerprint,
         num_samples=len(dataset.train),
-        partition={key: getattr(settings, key) for key in ("scheme", *_keys(settings, dataset))},
+        partition={key: getattr(settings, key) for key in ("scheme", *partition_keys(settings, dataset))},
         sizes=list(map(len, parts)),
         digest=digest(parts),
         numpy=np.__version__,
@@ -159,13 +136,15 @@ def read_partition(path: str | Path, dataset: Dataset) -> list[np.ndarray]:
 
 
 def _draw(settings: PartitionSettings, dataset: Dataset) -> list[np.ndarray]:
-    train, column = dataset.train, None
+    train, column, clusters = dataset.train, None, None
     if settings.scheme == "by_column":
         column = column_values(train, settings.column, dataset.name)
-    elif train.conversations is not None and settings.scheme != "iid" and not dataset.groups:
+    elif settings.scheme == "dirichlet_clusters":
+        clusters = cluster_ids(train, settings.clusters, settings.seed)
+    elif train.conversations is not None and settings.scheme not in WITHOUT_LABELS and not dataset.groups:
         raise UserError(
             f"partition.scheme={settings.scheme}: the samples have no labels; expected partition.column, whose values "
-            f"take their place, or partition.scheme=iid"
+            f"take their place, or partition.scheme={', '.join(WITHOUT_LABELS[:-1])} or {WITHOUT_LABELS[-1]}"
         )
     return partition(
         train.labels,
@@ -174,10 +153,23 @@ def _draw(settings: PartitionSettings, dataset: Dataset) -> list[np.ndarray]:
         alpha=settings.alpha,
         seed=settings.seed,
         min_size=settings.min_size,
+        max_size=settings.max_size,
+        drop_small=settings.drop_small,
         regression=not dataset.classes and train.conversations is None,
         column=column,
+        clusters=clusters,
         shards_per_client=settings.shards_per_client,
     )
+
+
+def left_out_notes(settings: PartitionSettings, dataset: Dataset, parts: Sequence[np.ndarray]) -> list[str]:
+    """Messages that say what partition.max_size and drop_small leave out of natural clients; [] where nothing."""
+    drawn = settings
+    if settings.file is not None:
+        drawn = build(PartitionSettings, _parse(Path(settings.file)).partition, f"{settings.file}: partition.")
+    if drawn.max_size is None and not drawn.drop_small:
+        return []
+    return left_out(column_values(dataset.train, drawn.column, dataset.name), parts)
 
 
 def group_column(settings: PartitionSettings) -> str | None:
@@ -186,12 +178,6 @@ def group_column(settings: PartitionSettings) -> str | None:
         return settings.column
     column = _parse(Path(settings.file)).partition.get("column")
     return None if column is None else str(column)
-
-
-def _keys(settings: PartitionSettings, dataset: Dataset) -> list[str]:
-    """The keys of the recipe section that determine the partition."""
-    keys = KEYS[settings.scheme]
-    return [*keys, "column"] if dataset.groups and "column" not in keys else [*keys]
 
 
 def _parse(path: Path) -> PartitionFile:

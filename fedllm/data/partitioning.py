@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from fedllm.common.errors import UserError, cut_name
+from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
 from fedllm.common.seeding import numpy_rng
-from fedllm.data.groups import in_order, value_name
+from fedllm.data.natural_clients import natural_clients
 
-SCHEMES = ("dirichlet_classes", "dirichlet_clients", "iid", "shards", "by_column")
+SCHEMES = ("dirichlet_classes", "dirichlet_clients", "dirichlet_clusters", "quantity", "iid", "shards", "by_column")
+_WITH_ALPHA = ("dirichlet_classes", "dirichlet_clients", "dirichlet_clusters", "quantity")
 DRAWS = 20  # draws before clients with fewer than min_size samples are topped up
 
 
@@ -30,24 +31,32 @@ def partition(
     alpha: float = 0.1,
     seed: int = 0,
     min_size: int = 1,
+    max_size: int | None = None,
+    drop_small: bool = False,
     regression: bool = False,
     column: Sequence[Any] | None = None,
+    clusters: np.ndarray | None = None,
     shards_per_client: int = 2,
     bins: int = 10,
 ) -> list[np.ndarray]:
     """The samples of each client: sorted, disjoint int64 indices into `labels` [n].
 
-    scheme: dirichlet_classes, dirichlet_clients, iid or shards, each a function below; or by_column, one client per
-    distinct value of `column` [n]. These values are sorted, whole numbers first; 1, 1.0 and "1" are the same value.
-    Regression targets are divided into `bins` quantile classes.
+    scheme: dirichlet_classes, dirichlet_clients, quantity, iid or shards, each a function below; dirichlet_clusters,
+    which is dirichlet_classes with `clusters` [n] (ids of clusters.cluster_ids) in place of classes; or by_column, one
+    client per distinct value of `column` [n]. These values are sorted, whole numbers first; 1, 1.0 and "1" are the same
+    value. Regression targets are divided into `bins` quantile classes.
     min_size: the least number of samples per client. If a client has fewer, the partition is drawn again, up to 20
     draws in all. Then the draw that lacks the fewest samples is topped up with random samples of the largest clients.
-    by_column is never topped up.
+    by_column is never topped up; max_size and drop_small are for it alone, see natural_clients.
     All draws come from `seed`. Raises UserError that names the wrong argument.
     """
     classes = stratify(labels, regression, bins)
     if scheme == "by_column":
-        return _by_column(column, len(classes), clients, min_size)
+        return natural_clients(
+            column, len(classes), clients, min_size=min_size, max_size=max_size, drop_small=drop_small, seed=seed
+        )
+    if scheme == "dirichlet_clusters":
+        classes = _ids_of_clusters(clusters, len(classes))
     count = _check(len(classes), scheme, clients, alpha, min_size, shards_per_client)
 
     best, fewest = np.empty(0, np.int64), math.inf
@@ -79,6 +88,13 @@ def stratify(labels: np.ndarray, regression: bool = False, bins: int = 10) -> np
     return np.unique(values, return_inverse=True)[1].astype(np.int64)
 
 
+def _ids_of_clusters(clusters: np.ndarray | None, n: int) -> np.ndarray:
+    if clusters is None or clusters.shape != (n,):
+        found = "none" if clusters is None else f"shape {clusters.shape}"
+        raise UserError(f"partition: scheme dirichlet_clusters needs the clusters of {n} samples, found {found}")
+    return stratify(clusters)
+
+
 def summary(parts: Sequence[np.ndarray], classes: np.ndarray, num_classes: int) -> np.ndarray:
     """The number of samples per client and class, int64 [clients, num_classes].
 
@@ -94,7 +110,9 @@ def _deal(
         return iid(len(classes), clients, rng)
     if scheme == "shards":
         return shards(classes, clients, per_client, rng)
-    dirichlet = dirichlet_classes if scheme == "dirichlet_classes" else dirichlet_clients
+    if scheme == "quantity":
+        return quantity(len(classes), clients, alpha, rng)
+    dirichlet = dirichlet_clients if scheme == "dirichlet_clients" else dirichlet_classes
     return dirichlet(classes, clients, alpha, rng)
 
 
@@ -112,7 +130,7 @@ def _check(n: int, scheme: str, clients: int | None, alpha: float, min_size: int
             f"partition.clients={clients}: with min_size={min_size} they need {clients * min_size} samples, "
             f"but the training split has {n}; lower one of the two"
         )
-    if scheme.startswith("dirichlet") and not 0 < alpha < math.inf:
+    if scheme in _WITH_ALPHA and not 0 < alpha < math.inf:
         raise UserError(
             f"partition.alpha={alpha}: expected a number above 0 (small = very uneven; for even, scheme: iid)"
         )
@@ -124,32 +142,17 @@ def _check(n: int, scheme: str, clients: int | None, alpha: float, min_size: int
     return clients
 
 
-def _by_column(column: Sequence[Any] | None, n: int, clients: int | None, min_size: int) -> list[np.ndarray]:
-    if column is None or len(column) != n:
-        found = "none" if column is None else f"{len(column)} values"
-        raise UserError(f"partition.column: scheme by_column needs a column of {n} values, found {found}")
-    holders: dict[str, list[int]] = {}
-    for sample, value in enumerate(column):
-        if value is None or value != value:
-            raise UserError(f"partition.column: row {sample + 1} has no value; every sample must belong to a client")
-        holders.setdefault(value_name(value), []).append(sample)
-    if clients not in (None, len(holders)):
-        raise UserError(
-            f"partition.clients={clients}: the column has {len(holders)} distinct values, one client each; "
-            f"set partition.clients to null or {len(holders)}"
-        )
-    short = [f"'{cut_name(name)}' ({len(samples)})" for name, samples in holders.items() if len(samples) < min_size]
-    if short:
-        raise UserError(
-            f"partition.min_size={min_size}: fewer samples for {', '.join(short[:5])}"
-            f"{', ...' if len(short) > 5 else ''}; lower it or drop those rows"
-        )
-    return [np.array(holders[name]) for name in in_order(list(holders))]
-
-
 def iid(n: int, clients: int, rng: np.random.Generator) -> np.ndarray:
     """Assigns every sample to a random client; client sizes differ by at most one."""
     return rng.permutation(np.arange(n) % clients)
+
+
+def quantity(n: int, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
+    """Divides random samples over the clients in proportions ~ Dir(alpha): sizes differ, labels do not.
+
+    Li et al. 2022 (NIID-Bench), quantity skew.
+    """
+    return dirichlet_classes(np.zeros(n, np.int64), clients, alpha, rng)
 
 
 def shards(classes: np.ndarray, clients: int, per_client: int, rng: np.random.Generator) -> np.ndarray:

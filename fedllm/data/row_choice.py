@@ -41,8 +41,7 @@ def _without_missing(table: Table, columns: Sequence[str]) -> Table:
     if not kept:
         raise UserError(f"{table.source}: data.drop_missing leaves no row: {told} of {len(table):,} rows")
     note = f"{table.source}: left out {len(table) - len(kept):,} of {len(table):,} rows ({told}); errors count the rest"
-    rows = {name: [values[row] for row in kept] for name, values in table.columns.items()}
-    return replace(table, columns=rows, notes=(*table.notes, note))
+    return replace(table.take(kept), notes=(*table.notes, note))
 
 
 def _is_missing(value: Any) -> bool:

@@ -41,7 +41,9 @@ class DataSettings:
     )
     title: str | None = setting(None, "the data set's name in reports, any text; does not change results")
     name: str | None = setting(None, "glue/<task>, 20newsgroups, a folder of text files, or package:<module>/<folder>")
-    train: str | None = setting(None, "your own training file: CSV, JSON lines or parquet")
+    train: str | None = setting(
+        None, "your own training file: CSV, JSON lines or parquet; or a folder with one per client"
+    )
     validation: str | None = setting(None, "your own validation file; without one, `holdout` of train is held out")
     text: list[str] | None = setting(None, "columns of the text, one or two, of your own files")
     label: str | None = setting(None, "column of the label of your own files")
@@ -147,22 +149,36 @@ CLIENTS = 100  # partition.clients where it is not given
 class PartitionSettings:
     """How the training samples are split over the clients."""
 
-    scheme: Literal["dirichlet_classes", "dirichlet_clients", "iid", "by_column", "shards"] = setting(
-        "dirichlet_classes", "rule of the split"
+    scheme: Literal[
+        "dirichlet_classes", "dirichlet_clients", "dirichlet_clusters", "quantity", "iid", "by_column", "shards"
+    ] = setting("dirichlet_classes", "rule of the split")
+    alpha: float = setting(
+        0.1, "concentration of the Dirichlet distribution, of schemes dirichlet_... and quantity; small = very uneven"
     )
-    alpha: float = setting(0.1, "concentration of the Dirichlet distribution; small = very non-IID")
     clients: int | None = setting(
         None, f"number of clients N; null = {CLIENTS}, or the column's number of values with scheme by_column"
     )
     seed: int = setting(0, "seed of the split, apart from run.seed")
     min_size: int = setting(1, "least number of samples per client")
+    max_size: int | None = setting(
+        None, "most samples per client, of scheme by_column; the others are left out at random; null = no limit"
+    )
+    drop_small: bool = setting(
+        False, "leave out clients with fewer than min_size samples, of scheme by_column; false = they are an error"
+    )
     column: str | None = setting(
         None, "column of scheme by_column: one client per value; for data without labels, its values take their place"
     )
     shards_per_client: int = setting(2, "shards per client, of scheme shards")
+    clusters: int = setting(10, "clusters of like texts or images, of scheme dirichlet_clusters")
     file: str | None = setting(None, "a partition file; the other keys of this section are then taken from it")
 
     def __post_init__(self) -> None:
+        for key in ("max_size", "drop_small") if self.scheme != "by_column" and self.file is None else ():
+            if (found := getattr(self, key)) not in (None, False):
+                raise UserError(
+                    f"{key}: found {found} with scheme {self.scheme}, expected scheme by_column; leave it out"
+                )
         if self.clients is None and self.scheme != "by_column":
             object.__setattr__(self, "clients", CLIENTS)
 

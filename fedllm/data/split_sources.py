@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fedllm.common import hub
 from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
+from fedllm.data.client_folders import read_part
 from fedllm.data.conversations.reading import KNOWN_CONVERSATIONS
 from fedllm.data.image_files import image_splits, read_image_table
 from fedllm.data.known_datasets import KNOWN_DATASETS, KnownDataset
@@ -32,7 +33,7 @@ def pick_splits(settings: DataSettings, known: Known | None, read: Reader, local
         files = {role: find_file(f"data.{role}", path) for role, path in paths.items() if path}
         if "validation" in files and files["validation"].samefile(files["train"]):
             raise _same_source(settings)
-        return {role: partial(read, path) for role, path in files.items()}
+        return {role: partial(read_part, path, read) for role, path in files.items()}
     found = find_splits(settings.name, known, read, local_hub)
     wanted = {"train": settings.train or "train"}
     default = known.validation if known else "validation"

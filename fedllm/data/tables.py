@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from fedllm.common.errors import UserError, listed
@@ -24,16 +25,37 @@ class Table:
     """Named columns of equal length. Errors count rows from 1, without the header line.
 
     source: the table's name in errors. classes: integer column -> class names, if the file declares them.
-    notes: messages to the user about changes made while reading.
+    notes: messages to the user about changes made while reading. origins: of a table joined from several files, their
+    names and numbers of rows.
     """
 
     source: str
     columns: Columns
     classes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    origins: tuple[tuple[str, int], ...] = ()
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), []))
+
+    def row_name(self, row: int) -> str:
+        """How errors name a row, from 1: "row 7", or "row 7 of a.csv" where the table was joined from several files."""
+        for name, rows in self.origins:
+            if row <= rows:
+                return f"row {row} of {name}"
+            row -= rows
+        return f"row {row}"
+
+    def _cell(self, row: int, column: str) -> str:
+        return f"{self.source}, {self.row_name(row)}, column '{column}'"
+
+    def take(self, rows: Sequence[int]) -> Table:
+        """The table of these rows, from 0, in rising order."""
+        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
+        owners = np.repeat(np.arange(len(self.origins)), [count for _, count in self.origins])
+        counts = np.bincount(owners[list(rows)], minlength=len(self.origins)) if self.origins else ()
+        origins = tuple((name, int(count)) for (name, _), count in zip(self.origins, counts, strict=True))
+        return replace(self, columns=columns, origins=origins)
 
     def column(self, name: str, key: str) -> list[Any]:
         """The values of a column, none of them missing. key: the recipe key that names the column.
@@ -47,10 +69,10 @@ class Table:
             )
         values = self.columns[name]
         if missing := values.count(None):
-            first, verb = values.index(None) + 1, "has" if missing == 1 else "have"
+            first, verb = self.row_name(values.index(None) + 1), "has" if missing == 1 else "have"
             raise UserError(
                 f"{self.source}, column '{name}': {missing:,} of {len(values):,} rows {verb} no value, the first is "
-                f"row {first}; fill them in or drop these rows"
+                f"{first}; fill them in or drop these rows"
             )
         return values
 
@@ -65,13 +87,11 @@ class Table:
         for row, value in enumerate(values, 1):
             if type(value) is not str:
                 raise UserError(
-                    f"{self.source}, row {row}, column '{name}': found a value of type {type(value).__name__}, "
-                    f"expected text; {key} names the columns to read"
+                    f"{self._cell(row, name)}: found a value of type {type(value).__name__}, expected text; {key} "
+                    f"names the columns to read"
                 )
             if not value.isascii() and value.encode("utf-8", "replace").decode() != value:
-                raise UserError(
-                    f"{self.source}, row {row}, column '{name}': found half of a surrogate pair, expected readable text"
-                )
+                raise UserError(f"{self._cell(row, name)}: found half of a surrogate pair, expected readable text")
         return values
 
 

@@ -20,6 +20,7 @@ from fedllm.config.recipe import FREE_KEYS, Recipe
 from fedllm.data.client_batches import ClientBatches
 from fedllm.data.conversations.templates import keep_template
 from fedllm.data.loading import Dataset
+from fedllm.data.partition_file import left_out_notes
 from fedllm.data.samples import Samples
 from fedllm.experiment.build_checks import check_evaluation, check_length
 from fedllm.experiment.build_problem import build_problem, clients_together
@@ -74,6 +75,9 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1,
     task = task_of(recipe.data, dataset.classes)
     check_evaluation(recipe, task, dataset)
     parts = party.parts(recipe, dataset)
+    if party.trains_all:
+        told = left_out_notes(recipe.partition, dataset, parts)
+        dataset = replace(dataset, notes=(*dataset.notes, *told))
     require_all_here(recipe, party)
     count = len(parts) - recipe.federation.clients_held_out(len(parts))
     recipe = settle(recipe.for_clients(count), count)

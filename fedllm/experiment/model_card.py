@@ -169,7 +169,8 @@ def _trained_values(recipe: Recipe, backbone: Backbone, trained: TrainedOn) -> l
     if (lora := recipe.lora) is None:
         norm = "" if recipe.model.norm == "average" else f"; batch norm: {recipe.model.norm}"
         return ["weights", f"all, {trained.dim:,} trained values{norm}"]
-    adapter = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout, "targets": lora.targets}
+    scaling = {} if lora.scaling == "standard" else {"scaling": lora.scaling}
+    adapter = {"rank": lora.rank, "alpha": lora.alpha, **scaling, "dropout": lora.dropout, "targets": lora.targets}
     head = " with the head" if backbone.head else ""
     return ["adapter", f"{_settings(adapter)}; {trained.dim:,} trained values{head}"]
 
@@ -193,8 +194,15 @@ def _partition(recipe: Recipe) -> str:
     partition = recipe.partition
     if partition.file is not None:
         return f"partition file {_plain(Path(partition.file).name)}"
-    of_scheme = {"dirichlet_classes": "alpha", "dirichlet_clients": "alpha", "shards": "shards_per_client"}
-    names = [name for name in (of_scheme.get(partition.scheme), "seed") if name]
+    of_scheme = {
+        "dirichlet_classes": ["alpha"],
+        "dirichlet_clients": ["alpha"],
+        "dirichlet_clusters": ["alpha", "clusters"],
+        "quantity": ["alpha"],
+        "shards": ["shards_per_client"],
+        "by_column": [] if partition.max_size is None else ["max_size"],
+    }
+    names = [*of_scheme.get(partition.scheme, []), "seed"]
     return f"partition {partition.scheme}, {_settings({name: getattr(partition, name) for name in names})}"
 
 

@@ -85,7 +85,8 @@ def _trainable(job: Job, frozen: int) -> str:
     head = ", and the head" if job.backbone.head else ""
     if turns := job.setup.turns:
         head += "; in turn " + " and ".join(f"{len(turn.coordinates):,}" for turn in turns)
-    return f"{dim:,}, {dim / (frozen + dim):.2%} of all (LoRA rank {lora.rank} on {', '.join(lora.targets)}{head})"
+    adapter = f"LoRA rank {lora.rank}{'' if lora.scaling == 'standard' else f', {lora.scaling},'}"
+    return f"{dim:,}, {dim / (frozen + dim):.2%} of all ({adapter} on {', '.join(lora.targets)}{head})"
 
 
 def _head(job: Job) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import cast
 
@@ -100,7 +101,8 @@ def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
 def adapter_config(model: PeftModel, base_name: str) -> LoraConfig:
     """The adapter_config.json of `adapter_tensors(model)`.
 
-    A fused projection has rank and alpha multiplied by the number of its adapted roles.
+    A fused projection has rank and alpha multiplied by the number n of its adapted roles, or alpha by sqrt(n) with
+    rslora, so that its scale is that of its roles.
     """
     ours = cast(LoraConfig, model.peft_config["default"])
     split = _split_roles(model)
@@ -109,15 +111,17 @@ def adapter_config(model: PeftModel, base_name: str) -> LoraConfig:
     names = [name.removeprefix(PREFIX) for name, _ in model.named_modules()]
     parts = len(next(iter(split.values()), ("",)))
     fused = shortest_suffixes(split, names)
+    fused_alpha = (math.sqrt(parts) if ours.use_rslora else parts) * ours.lora_alpha
     config = LoraConfig(
         task_type=ours.task_type,
         base_model_name_or_path=base_name,
         inference_mode=True,
         r=ours.r if whole else parts * ours.r,
-        lora_alpha=ours.lora_alpha if whole else parts * ours.lora_alpha,
+        lora_alpha=ours.lora_alpha if whole else fused_alpha,  # type: ignore[arg-type]
         rank_pattern=dict.fromkeys(fused, parts * ours.r) if whole else {},
-        alpha_pattern=dict.fromkeys(fused, parts * ours.lora_alpha) if whole else {},
+        alpha_pattern=dict.fromkeys(fused, fused_alpha) if whole else {},
         lora_dropout=ours.lora_dropout,
+        use_rslora=ours.use_rslora,
         fan_in_fan_out=bool(split) or any(isinstance(layer.get_base_layer(), Conv1D) for layer in whole.values()),
         modules_to_save=head_modules(model),
     )

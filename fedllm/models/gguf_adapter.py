@@ -7,12 +7,13 @@ For a weight called W in the base's GGUF file, the file has W.lora_a [r, in] and
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -52,7 +53,7 @@ def save_gguf_adapter(model: PeftModel | PreTrainedModel, out: str | Path, name:
     aside = out.with_name(f".{out.name}.{os.getpid()}.new")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _write(aside, architecture, name, float(adapter_config(model, "").lora_alpha), tensors)
+        _write(aside, architecture, name, _file_alpha(adapter_config(model, "")), tensors)
         aside.replace(out)
     except OSError as error:
         raise RunError(f"{out} could not be written: {error}; make room") from error
@@ -78,30 +79,42 @@ def _gguf_tensors(model: PeftModel, architecture: str) -> dict[str, Tensor]:
     """The tensors by their names in the file, float32."""
     import gguf
 
-    config = model.config
+    base = model.config
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(kind, base.num_hidden_layers)
     stored = adapter_tensors(model)
     paths = [key.removesuffix(".lora_A.weight") for key in stored if key.endswith(".lora_A.weight")]
-    file_alpha = float(adapter_config(model, "").lora_alpha)
+    config = adapter_config(model, "")
     found: dict[str, Tensor] = {}
     for path in paths:
         a, b = stored[f"{path}.lora_A.weight"].float(), stored[f"{path}.lora_B.weight"].float()
         layer = path.removeprefix(PREFIX)
         if (weight := names.get_name(f"{layer}.weight", try_suffixes=(".weight",))) is None:
             raise UserError(f"--gguf: {layer} has no name in GGUF files of {architecture}; export the adapter without")
-        b = b * (_alpha(model, layer) / file_alpha)
+        b = b * (_alpha(config, layer) / _file_alpha(config))
         if architecture == "llama" and (heads := _heads(model, layer)):
             b = _permuted(b, heads)
         found |= {f"{weight}.lora_a": a.contiguous(), f"{weight}.lora_b": b.contiguous()}
     return found
 
 
-def _alpha(model: PeftModel, layer: str) -> float:
-    """The alpha of a layer in the adapter's own files, where a fused projection may have one of its own."""
-    config = adapter_config(model, "")
-    own = (alpha for ending, alpha in (config.alpha_pattern or {}).items() if f".{layer}".endswith(f".{ending}"))
-    return float(next(own, config.lora_alpha))
+def _file_alpha(config: LoraConfig) -> float:
+    """The alpha of the file: that of the layers without one of their own."""
+    return _as_standard(config, config.lora_alpha, config.r)
+
+
+def _alpha(config: LoraConfig, layer: str) -> float:
+    """The alpha of a layer; a fused projection may have one of its own."""
+    alphas, ranks = config.alpha_pattern or {}, config.rank_pattern or {}
+    own = (ending for ending in alphas if f".{layer}".endswith(f".{ending}"))
+    if (ending := next(own, None)) is None:
+        return _file_alpha(config)
+    return _as_standard(config, alphas[ending], ranks[ending])
+
+
+def _as_standard(config: LoraConfig, alpha: float, rank: int) -> float:
+    """The alpha with which llama.cpp's alpha / rank is the adapter's scale: rslora counts alpha / sqrt(rank)."""
+    return float(alpha) * math.sqrt(rank) if config.use_rslora else float(alpha)
 
 
 def _heads(model: PeftModel, layer: str) -> int:

@@ -36,8 +36,9 @@ def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> Pef
     """Adds LoRA to the backbone's model, in place, and returns it as a PEFT model in eval mode.
 
     Only LoRA and the head are trainable, and of LoRA only B if `lora.train` is B. Every layer whose role is in
-    `lora.targets` (`lora_targets.find_targets`) becomes y = W x + (alpha / rank) B A x, with A [rank, in] and
-    B [out, rank]. Trainable parameters are float32, whatever the dtype of the backbone.
+    `lora.targets` (`lora_targets.find_targets`) becomes y = W x + s B A x, with A [rank, in], B [out, rank] and
+    s = alpha / rank, or alpha / sqrt(rank) if `lora.scaling` is rslora. Trainable parameters are float32, whatever the
+    dtype of the backbone.
 
     Initial values, where i counts the LoRA tensors and, apart from them, the head tensors:
     A ~ U(-1/sqrt(in), 1/sqrt(in)) from (seed, 'lora-init', i); B = 0; a new head's Linear weights
@@ -60,6 +61,7 @@ def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> Pef
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
+        use_rslora=lora.scaling == "rslora",
         target_modules=shortest_suffixes(targets, names),
         modules_to_save=list(backbone.head),
     )

@@ -49,7 +49,12 @@ class LoraSettings:
     """The adapter. `lora: null` trains all weights of the model instead."""
 
     rank: int = setting(16, "rank r")
-    alpha: float = setting(32.0, "scale: the adapter counts alpha/r")
+    alpha: float = setting(32.0, "scale: the adapter counts alpha/r, or alpha/sqrt(r) with scaling rslora")
+    scaling: Literal["standard", "rslora"] = setting(
+        "standard",
+        "standard = the adapter counts alpha/r; rslora = alpha/sqrt(r), with which a high rank learns as fast as a low "
+        "one (Kalajdzievski 2023)",
+    )
     dropout: float = setting(0.0, "dropout on the adapter's input")
     targets: str | list[str] = setting(
         ["query", "value"],

@@ -18,10 +18,8 @@ from torch import Size, nn
 from fedllm.blocks import BlockPartition
 from fedllm.blocks.layout import Run, Tile
 from fedllm.blocks.wrappers import readable
-from fedllm.common.errors import UserError
-from fedllm.reporting.style import save
+from fedllm.reporting.style import require_drawable, save
 
-SUFFIXES = (".png", ".svg", ".pdf")
 _STYLE: dict[Any, Any] = {"font.size": 9.0, "text.color": "#333333"}
 _HEADS, _ONES, _WHOLE = ("#0072B2", "#8FC1E3"), ("#C65300", "#F2B98A"), ("#009E73", "#7FCDB5")
 _STRIPES = 32  # the most blocks drawn one by one; with more, the first half of them, and the rest as a faded area
@@ -40,10 +38,7 @@ class Card:
 
 def write_blocks(model: nn.Module, blocks: BlockPartition, name: str, path: Path) -> Path:
     """Draws a model's partition into a .png, .svg or .pdf file. Raises UserError for another suffix or no folder."""
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"--draw {path}: found suffix '{path.suffix}', expected {', '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise UserError(f"--draw {path}: no such folder: {path.parent}")
+    require_drawable(path)
     return save(draw_blocks(cards(model, blocks), name, blocks), path)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -20,18 +21,28 @@ from fedllm.results.names import printable
 from fedllm.results.run_record import ClientData
 
 _STACKED = len(COLOURS)  # the most classes shown by colour; with more, each class has a row of its own
-_NAMED = 24  # the most classes named on the axis
+_NAMED = 24  # the most classes, or clients, named on an axis
 
 
 def client_figure(groups: Sequence[Group]) -> Figure | None:
     """One panel per partition of a data set; None if no run has a partition.json. groups: of one data set.
 
-    Above, the samples of each client. Below, the share of each class: as stacked bars, or with many classes as bubbles
-    whose area is the share.
+    Above, the samples of each client. Below, if samples have classes, the share of each: as stacked bars, or with many
+    classes as bubbles whose area is the share.
     """
     panels = _partitions(groups)
-    if not panels:
-        return None
+    return _draw(panels) if panels else None
+
+
+def partition_figure(
+    clients: ClientData, task: str, section: Mapping[str, Any], names: Sequence[str] | None = None
+) -> Figure:
+    """The panel of one partition, before a run. task: the data set's title. section: the recipe's `partition:`.
+    names: of the clients, which stand on the axis where they are few."""
+    return _draw({_title(task, section, clients): clients}, names)
+
+
+def _draw(panels: Mapping[str, ClientData], names: Sequence[str] | None = None) -> Figure:
     columns = 1 if len(panels) <= 3 else 2
     rows = -(-len(panels) // columns)
     with mpl.rc_context({**STYLE, "axes.grid": False}):
@@ -40,10 +51,15 @@ def client_figure(groups: Sequence[Group]) -> Figure | None:
         figure = Figure(figsize=(6.8 if columns == 1 else 9.6, sum(tallest)), layout="constrained")
         parts = figure.subfigures(rows, columns, squeeze=False, height_ratios=tallest).flatten()
         for part, (title, clients) in zip(parts, panels.items(), strict=False):
-            top, bottom = part.subplots(2, 1, sharex=True, height_ratios=(0.55, _height(clients) - 0.3))
-            top.set_title(short(title, 90))
-            _draw_sizes(top, clients)
-            _draw_classes(bottom, clients)
+            if not clients.counts:
+                bottom = part.subplots()
+                _draw_sizes(bottom, clients)
+            else:
+                top, bottom = part.subplots(2, 1, sharex=True, height_ratios=(0.55, _height(clients) - 0.3))
+                _draw_sizes(top, clients)
+                _draw_classes(bottom, clients)
+            part.axes[0].set_title(short(title, 90))
+            _label_clients(bottom, len(clients.sizes), names)
             part.align_ylabels()
     return figure
 
@@ -63,11 +79,15 @@ def _partitions(groups: Sequence[Group]) -> dict[str, ClientData]:
             if run.clients is None or run.clients in found.values():
                 continue
             section = run.recipe["partition"]
-            title = f"{group.task} · {partition_words(section, run.clients.column)}"
+            title = _title(group.task, section, run.clients)
             seeded = printable(f"{title} · partition seed {section.get('seed')}")
             foldered = printable(f"{title} · {run.folder}")
             found[next(name for name in (title, seeded, foldered) if name not in found)] = run.clients
     return found
+
+
+def _title(task: str, section: Mapping[str, Any], clients: ClientData) -> str:
+    return f"{task} · {partition_words(section, clients.column)}"
 
 
 def _height(clients: ClientData) -> float:
@@ -89,14 +109,16 @@ def _draw_sizes(axes: Axes, clients: ClientData) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(2, integer=True))
 
 
-def _draw_classes(axes: Axes, clients: ClientData) -> None:
+def _label_clients(axes: Axes, count: int, names: Sequence[str] | None) -> None:
     axes.set_xlabel("client")
-    axes.set_xlim(-0.8, len(clients.sizes) - 0.2)
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
-    if not clients.counts:
-        axes.annotate("the samples have no classes", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
-        axes.set_yticks([])
-        return
+    axes.set_xlim(-0.8, count - 0.2)
+    if names is not None and count <= _NAMED:
+        axes.set_xticks(range(count), [short(printable(name), 20) for name in names], rotation=35, ha="right")
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
+
+
+def _draw_classes(axes: Axes, clients: ClientData) -> None:
     counts = np.array(clients.counts, dtype=float)
     shares = counts / counts.sum(axis=1, keepdims=True).clip(min=1)
     names = [short(printable(name), 28) for name in clients.classes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def _rounds(count: int) -> str:
     return "1 round" if count == 1 else f"{count} rounds"
 
 
-def partition_words(section: dict[str, Any], column: str | None = None) -> str:
+def partition_words(section: Mapping[str, Any], column: str | None = None) -> str:
     """The partition and its clients in words. With a file or a column, partition.clients does not count.
 
     column: the column whose values stand in for classes, for data without labels.
@@ -94,11 +95,16 @@ def partition_words(section: dict[str, Any], column: str | None = None) -> str:
     if section.get("file"):
         return printable(f"clients of {Path(str(section['file'])).name}")
     if section["scheme"] == "by_column":
-        return printable(f"one client per {section.get('column')}")
+        most = section.get("max_size")
+        limit = f", at most {most} samples" if most is not None else ""
+        column = section.get("column")
+        return printable(f"{'natural clients' if column == 'client' else f'one client per {column}'}{limit}")
     alpha = setting_text(section.get("alpha"))
     schemes = {
         "dirichlet_classes": f"Dirichlet({alpha}) over {column or 'classes'}",
         "dirichlet_clients": f"Dirichlet({alpha}) over clients",
+        "dirichlet_clusters": f"Dirichlet({alpha}) over {section.get('clusters')} clusters",
+        "quantity": f"sizes by Dirichlet({alpha})",
         "shards": f"{section.get('shards_per_client')} shards per client",
         "iid": "IID",
     }

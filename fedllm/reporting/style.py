@@ -15,11 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
+from fedllm.common.errors import UserError
 from fedllm.results.format import Axis
 
 Style = dict[str, Any]
 End = tuple[float, float, str, Style]  # of a line: x, y, its name, the style of the name
 
+SUFFIXES = (".png", ".svg", ".pdf")
 # The colours of Okabe and Ito, which colour-blind readers can tell apart, without their yellow: too faint for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 INK, FAINT, GRID, PAPER = "#333333", "#707070", "#E4E4E4", "#ffffff"
@@ -42,6 +44,14 @@ _UNITS: dict[Axis, tuple[str, list[tuple[float, str]]]] = {
     "epsilon": ("epsilon", [(1, "")]),
     "simulated_seconds": ("simulated run time", [(3600, "h"), (60, "min"), (1, "s")]),
 }
+
+
+def require_drawable(path: Path) -> None:
+    """Raises UserError unless a command's `--draw PATH` names a picture of a known kind in a folder that exists."""
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"--draw {path}: found suffix '{path.suffix}', expected {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise UserError(f"--draw {path}: no such folder: {path.parent}")
 
 
 def save(figure: Figure, path: Path) -> Path:

@@ -56,6 +56,8 @@ def recipe(tiny: Path) -> str:
         (["model.name=nowhere/model"], "was found nowhere"),
         (["data={name: glue/sst3}"], "glue/sst3"),
         (["partition.alpha=-1"], "alpha"),
+        (["partition.max_size=5"], "partition.max_size: found 5 with scheme dirichlet_classes, expected scheme by_col"),
+        (["partition.scheme=dirichlet_clusters", "partition.clusters=1"], "partition.clusters=1: expected at least 2"),
         (["partition={file: missing.json}"], "missing.json"),
         (["run.local_hub=/no/such/folder"], "run.local_hub"),
     ],
@@ -162,6 +164,19 @@ def test_partition_file_is_written_and_verified_by_a_run(
         capsys, "run", recipe, "--dry-run", f"partition={{file: {path}}}", "data.validation=null", "data.holdout=0.1"
     )
     assert "p.json" in error
+
+
+def test_a_partition_is_drawn_before_a_run(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    assert main(["partition", recipe, "--out", str(file), "--draw"]) == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["partition", recipe, f"partition={{file: {file}}}", "--draw", str(tmp_path / "again.svg")]) == 0
+    assert "clients of p.json" in (tmp_path / "again.svg").read_text(encoding="utf-8")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["again.svg", "p.json", "p.png"]
+    capsys.readouterr()
+    assert "expected .png, .svg, .pdf" in fails(capsys, "partition", recipe, "--draw", "clients.txt")
+    assert "write section.key=value before --draw" in fails(capsys, "partition", recipe, "--draw", "partition.alpha=1")
+    assert "no such folder" in fails(capsys, "partition", recipe, "--draw", str(tmp_path / "no" / "a.png"))
 
 
 def test_an_output_that_cannot_be_written_ends_without_a_traceback(

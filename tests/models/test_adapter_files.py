@@ -91,6 +91,31 @@ def test_plain_peft_gives_the_same_logits(tiny: dict[str, str], tmp_path: Path, 
     torch.testing.assert_close(logits(plain.merge_and_unload()), logits(model), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("roles", [["query", "value"], ["query", "value", "output"]], ids="-".join)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_plain_peft_gives_the_same_logits_with_rslora(
+    tiny: dict[str, str], tmp_path: Path, family: str, roles: list[str]
+) -> None:
+    model = trained(tiny[family], LoraSettings(rank=3, alpha=2.0, scaling="rslora", targets=roles))
+    folder = save_adapter(model, tmp_path / "adapter", tiny[family], load(tiny[family]).tokenizer)
+    assert config_of(folder)["use_rslora"]
+    plain = plain_peft(tiny[family], folder)
+    torch.testing.assert_close(logits(plain), logits(model), atol=1e-5, rtol=1e-5)
+    other = trained(tiny[family], LoraSettings(rank=3, alpha=2.0, targets=roles))
+    assert (logits(other) - logits(model)).abs().max() > 0.01
+    again = trained(tiny[family], LoraSettings(rank=3, alpha=2.0, scaling="rslora", targets=roles), seed=2)
+    load_adapter(again, folder)
+    assert torch.equal(logits(again), logits(model))
+    with pytest.raises(UserError, match=r"adapter_config.json: .* is .*, expected .* as in this model"):
+        load_adapter(other, folder)
+
+
+def test_rslora_is_lora_with_alpha_times_the_root_of_the_rank(tiny: dict[str, str]) -> None:
+    stabilised = trained(tiny["bert"], LoraSettings(rank=4, alpha=3.0, scaling="rslora"))
+    standard = trained(tiny["bert"], LoraSettings(rank=4, alpha=6.0))
+    assert torch.equal(logits(stabilised), logits(standard))
+
+
 NAMES = {0: "no", 1: "yes", 2: "perhaps"}
 
 

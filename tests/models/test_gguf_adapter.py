@@ -40,12 +40,11 @@ NAMES = {
 }  # fmt: skip
 
 
-def trained(name: str, targets: list[str], **model: Any) -> PeftModel:
+def trained(name: str, targets: list[str], scaling: Any = "standard", **model: Any) -> PeftModel:
     """A model all of whose trainable values are random."""
     head = model.pop("head", language_head())
-    adapted = attach_lora(
-        load_backbone(ModelSettings(name=name, **model), head), LoraSettings(rank=2, alpha=6.0, targets=targets)
-    )
+    lora = LoraSettings(rank=2, alpha=6.0, targets=targets, scaling=scaling)
+    adapted = attach_lora(load_backbone(ModelSettings(name=name, **model), head), lora)
     rng = torch.Generator().manual_seed(1)
     for path in trainable_names(adapted):
         value = adapted.get_parameter(path)
@@ -105,6 +104,20 @@ def test_the_change_of_every_weight_is_that_of_the_merged_model(
     assert found.keys() == expected.keys()
     for weight, change in expected.items():
         np.testing.assert_allclose(found[weight], change, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [["query", "value"], ["query", "value", "output"]], ids="-".join)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_rslora_adds_as_much_as_lora_with_its_scale(tmp_path: Path, family: str, targets: list[str]) -> None:
+    name = save_causal(tmp_path / family, family)
+    files = [
+        save_gguf_adapter(trained(name, targets, scaling), tmp_path / f"{scaling}.gguf", "mine")
+        for scaling in ("standard", "rslora")
+    ]
+    standard, stabilised = map(changes, files)
+    assert standard.keys() == stabilised.keys()
+    for weight, change in standard.items():
+        np.testing.assert_allclose(stabilised[weight], 2**0.5 * change, rtol=1e-5, atol=1e-7)
 
 
 def test_it_fits_the_weights_of_the_base_that_is_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from fedllm.common.errors import UserError
 from fedllm.models.loading import load_backbone
 from fedllm.models.lora import attach_lora, trainable_names
-from fedllm.models.merged_files import save_merged
+from fedllm.models.merged_files import merge, save_merged
 from fedllm.models.settings import LoraSettings, ModelSettings
 from fedllm.models.structure import SplitQKV, split_fused
 from fedllm.tasks.heads import sequence_head
@@ -23,10 +23,10 @@ ROLES = [["query", "value"], ["key", "output"], ["mlp"], ["all-linear"]]
 HEAD = sequence_head(3, label_names=["no", "yes", "perhaps"])
 
 
-def trained(name: str, roles: list[str], **model: str) -> tuple[PeftModel, object]:
+def trained(name: str, roles: list[str], scaling: str = "standard", **model: str) -> tuple[PeftModel, object]:
     """A model all of whose trainable values are random, and its tokenizer."""
     backbone = load_backbone(ModelSettings(name=name, **model), HEAD)
-    adapted = attach_lora(backbone, LoraSettings(rank=2, alpha=6.0, targets=roles))
+    adapted = attach_lora(backbone, LoraSettings(rank=2, alpha=6.0, targets=roles, scaling=scaling))
     rng = torch.Generator().manual_seed(1)
     for path in trainable_names(adapted):
         parameter = adapted.get_parameter(path)
@@ -58,6 +58,13 @@ def test_plain_transformers_gives_the_same_logits(tmp_path: Path, family: str, r
     assert [(key, value.shape) for key, value in merged.state_dict().items()] == [
         (key, value.shape) for key, value in base.state_dict().items()
     ]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_rslora_is_merged_with_its_scale(tmp_path: Path, family: str) -> None:
+    model, _ = trained(save_tiny(tmp_path / "base", family), ["query", "value"], "rslora")
+    before = logits(model)
+    torch.testing.assert_close(logits(merge(model).eval()), before, atol=1e-5, rtol=1e-5)
 
 
 def test_a_kept_head_stays_and_only_the_adapter_is_added(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from matplotlib.text import Text
 from PIL import Image
 
 from fedllm.reporting import curves as plots
-from fedllm.reporting.client_labels import client_figure, without_clients
+from fedllm.reporting.client_labels import client_figure, partition_figure, without_clients
 from fedllm.reporting.curves import captions, figures, undrawn
 from fedllm.reporting.run_curves import plot_run, subtitle
 from fedllm.reporting.style import COLOURS, apart, save, svg
 from fedllm.results.reader import load_run
+from fedllm.results.run_record import ClientData
 
 
 def test_a_seed_that_has_ended_keeps_its_last_value():
@@ -283,10 +284,39 @@ def test_letters_that_the_font_lacks_warn_nobody(tmp_path):
 def test_a_regression_has_sizes_only(tmp_path):
     folder = make_run(tmp_path / "a", counts=[(3, 1), (0, 2)])
     (folder / "partition.json").write_text('{"sizes": [4, 2], "classes": [], "counts": null}')
-    sizes, classes = client_figure(groups_of(folder)).axes
+    (sizes,) = client_figure(groups_of(folder)).axes
     (found,) = bars(sizes).values()
     assert found[:, 3].tolist() == [4, 2]
-    assert not classes.patches
+    assert sizes.get_xlabel() == "client"
+
+
+def test_a_partition_before_a_run_is_drawn_like_one_of_a_run(tmp_path):
+    counts = [[3, 1], [0, 2]]
+    of_run = client_figure(groups_of(make_run(tmp_path / "a", counts=counts, classes=("x", "y"))))
+    section = {"scheme": "dirichlet_classes", "alpha": 0.1, "clients": 100}
+    before = partition_figure(ClientData([4, 2], ["x", "y"], counts), "glue/sst2", section)
+    assert svg(before) == svg(of_run)
+
+
+def test_few_natural_clients_are_named(tmp_path):
+    section = {"scheme": "by_column", "column": "site"}
+    figure = partition_figure(ClientData([4, 2], ["x", "y"], [[3, 1], [0, 2]]), "mine", section, ["rome", "oslo"])
+    assert [text.get_text() for text in figure.axes[1].get_xticklabels()] == ["rome", "oslo"]
+    assert [text.get_text() for text in figure.axes[1].get_legend().get_texts()] == ["y", "x"]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"scheme": "quantity", "alpha": 0.5, "clients": 7}, "sizes by Dirichlet(0.5) · 7 clients"),
+        ({"scheme": "dirichlet_clusters", "alpha": 1, "clusters": 4, "clients": 7}, "Dirichlet(1) over 4 clusters · 7"),
+        ({"scheme": "by_column", "column": "site", "max_size": 9}, "one client per site, at most 9 samples"),
+        ({"scheme": "by_column", "column": "client"}, "mine · natural clients"),
+    ],
+)
+def test_every_scheme_has_its_words(section, words):
+    (sizes,) = partition_figure(ClientData([4, 2], [], []), "mine", section).axes
+    assert words in sizes.get_title("left")
 
 
 def test_values_of_a_column_stand_in_for_classes(tmp_path):

@@ -100,7 +100,9 @@ def read_conversations(table: Table, columns: Columns) -> tuple[list[Conversatio
     if faults:
         row, why = faults[0]
         more = f"; {len(faults) - 1:,} more rows are wrong" if len(faults) > 1 else ""
-        raise UserError(f"{table.source}, row {row}, {_said(columns)}: {why}{more}; correct or drop these rows")
+        raise UserError(
+            f"{table.source}, {table.row_name(row)}, {_said(columns)}: {why}{more}; correct or drop these rows"
+        )
     note = f"{table.source}: in {unanswered:,} of {len(found):,} rows the last message is the user's and is left out"
     return found, [note] if unanswered else []
 

@@ -105,7 +105,8 @@ def test_without_a_column_only_iid(tmp_path: Path, scheme: str) -> None:
         UserError, match=rf"^partition.scheme={scheme}: the samples have no labels; expected partition.col"
     ):
         get_partition(PartitionSettings(scheme=scheme, clients=4), found)
-    assert len(get_partition(PartitionSettings(scheme="iid", clients=4), found)) == 4
+    for other in ("iid", "quantity", "dirichlet_clusters"):
+        assert len(get_partition(PartitionSettings(scheme=other, clients=4, clusters=3), found)) == 4
 
 
 def test_a_column_that_is_not_there_or_has_gaps(tmp_path: Path) -> None:

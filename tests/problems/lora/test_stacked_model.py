@@ -47,6 +47,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"targets": ["mlp_gate"]}),
     ("llama", {"targets": ["all-linear"], "quantize": "4bit"}),
     ("gpt2", {"targets": ["all-linear"], "quantize": "8bit"}),
+    ("bert", {"scaling": "rslora"}),
     ("bert", {"train": "B"}),
     ("gpt2", {"train": "B"}),
     ("llama", {"train": "B", "targets": ["all-linear"], "quantize": "4bit"}),
@@ -54,7 +55,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 
 def named(family: str, settings: dict[str, Any]) -> str:
-    return "-".join([family, *settings.get("targets", ()), *filter(None, map(settings.get, ("quantize", "train")))])
+    told = filter(None, map(settings.get, ("quantize", "scaling", "train")))
+    return "-".join([family, *settings.get("targets", ()), *told])
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=[named(*each) for each in MODELS])
