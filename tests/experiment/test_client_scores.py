@@ -171,7 +171,7 @@ def test_clients_with_heads_of_their_own_are_evaluated_with_them(tiny: Path, tmp
 @pytest.mark.slow
 def test_the_report_shows_them(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = report([run], tmp_path / "report", formats=["html", "md", "svg"])
-    assert {"client_scores.svg", "by_value.svg"} <= {path.name for path in written}
+    assert {"client_scores.svg", "by_value.svg"} <= {path.name for path in written.files}
     text = (tmp_path / "report" / "summary.md").read_text()
     for heading in ("weighted mean", "worst tenth", "fine-tuned mean", "never train mean", "gap"):
         assert heading in text

@@ -150,6 +150,8 @@ def _serve() -> dict[str, Any] | None:
 def _become(order: dict[str, Any]) -> None:
     """Runs a script in this process as a new Python does. What it raises ends the process."""
     os.setpgid(0, 0)
+    # A shell starts a program in the background with SIGINT ignored, and its children would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     files = ((os.devnull, os.O_RDONLY), (order["out"], _FILES), (order["errors"], _FILES))
     for number, (path, flags) in enumerate(files):
         opened = os.open(path, flags, 0o644)
