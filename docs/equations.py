@@ -14,11 +14,11 @@ NAMES = {
     **{name: rf"\{name}" for name in ("eta", "lambda", "alpha", "beta", "gamma", "tau", "mu", "Delta")},
 }  # fmt: skip
 FRACTION = r"\\frac\{(\w+)\}\{(\w+)\}"
-FUNCTIONS = {"sqrt", "max", "min", "sign", "expand"}
-LETTERS = "abcdghiklmnqstuvxyzDFGHKLNSTU"
+FUNCTIONS = ("sqrt", "max", "min", "sign", "expand", "log", "exp", "cos")  # a longer one before its beginning
+LETTERS = "abcdghiklmnqstuvwxyzDFGHKLNSTU"
 _NAME = rf"(?:{'|'.join(NAMES)}|[{LETTERS}])(?:_(?:total|[a-z]))?'?(?![\w'])"
 _TOKEN = re.compile(
-    rf"\s*(\.\.|\|\||sum_\{{[^}}]*\}}|sum_[a-z]|mean_[a-z]|sqrt|max|min|sign|expand|{_NAME}|\d+|[-+=/^(),])"
+    rf"\s*(\.\.|\|\||sum_\{{[^}}]*\}}|sum_[a-z]|mean_[a-z]|{'|'.join(FUNCTIONS)}|{_NAME}|\d+|[-+=/^(),])"
 )
 _ATOM = rf"(?:(?:{'|'.join(FUNCTIONS)})\([^()]*\)|{_NAME}|\d+)"
 # In a sentence: a symbol, and what operators and single blanks join to it. `a` is left out: it is also a word.

@@ -43,3 +43,13 @@ def require_no_loss(algorithm: Algorithm) -> None:
             f"privacy: found {type(algorithm).__name__}, whose clients send numbers made of their loss, and whose "
             "server divides by one of them; choose another algorithm, or leave privacy out"
         )
+
+
+def require_sample_gradients(algorithm: Algorithm) -> None:
+    """Raises UserError for an algorithm whose clients need more of a sample than the gradient of its loss."""
+    if algorithm.contrastive:
+        raise UserError(
+            f"privacy: found {type(algorithm).__name__} with level=sample: its clients add a contrast to the loss of "
+            "each sample, which is not offered for gradients of single samples; choose another algorithm, or "
+            "level=client"
+        )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fedllm.common.errors import UserError
@@ -84,6 +84,32 @@ class Reduced:
     tracked: int
 
 
+@dataclass(frozen=True)
+class Contrast:
+    """A term of a sample's loss that compares its representation z with those of two other models (MOON, eq. 3):
+
+        weight * log(1 + exp((cos(z, z_far) - cos(z, z_near)) / temperature))
+
+    z is the input of the model's last layer. near, far [C, d]: the parameters of the models of z_near and z_far, which
+    get no gradient.
+    """
+
+    near: Tensor
+    far: Tensor
+    weight: float
+    temperature: float
+
+    def term(self, z: Tensor, z_near: Tensor, z_far: Tensor) -> Tensor:
+        """The term [...] of representations [..., h]."""
+        cosine = torch.nn.functional.cosine_similarity
+        apart = cosine(z, z_far, dim=-1) - cosine(z, z_near, dim=-1)
+        return self.weight * torch.nn.functional.softplus(apart / self.temperature)
+
+    def rows(self, some: slice) -> Contrast:
+        """That of some of the clients."""
+        return replace(self, near=self.near[some], far=self.far[some])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """Base of every algorithm: the hyper-parameters they share, their checks, and the rate schedules."""
@@ -93,6 +119,7 @@ class Algorithm:
     derivable: ClassVar[tuple[str, ...]] = ()  # downloads computable from the last two x
     moment: ClassVar[str | None] = None  # the local second moment [C, d]; v_spread measures its spread
     start_loss: ClassVar[str | None] = None  # entry [C, 1] of the local state: the loss of step 1, set before it
+    contrastive: ClassVar[bool] = False  # whether `contrast` gives a term of the clients' loss
     nonnegative: ClassVar[tuple[str, ...]] = ()  # uploads whose mean is set to 0 where noise made it negative
 
     lr: float = setting(1e-3, "local learning rate", symbol="eta")
@@ -206,6 +233,10 @@ class Algorithm:
     def begin(self, x: Tensor, server: State, clients: State, info: RoundInfo) -> State:
         """Local state {name: [C, ...]} at the start of the round; "x" is the clients' own copy of x [C, d]."""
         return {"x": x.clone()}
+
+    def contrast(self, local: State) -> Contrast | None:
+        """The term that clients add to the loss before a step; None for no such term."""
+        return None
 
     def step(self, local: State, g: Tensor, k: int, eta: Tensor, info: RoundInfo) -> None:
         """One local step in place on `local`: gradients g [C, d], k = 1, 2, ..., rates eta [C, 1]."""

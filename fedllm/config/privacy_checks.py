@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedllm.aggregation.privacy_checks import require_bounded, require_no_loss
+from fedllm.aggregation.privacy_checks import require_bounded, require_no_loss, require_sample_gradients
 from fedllm.aggregation.privacy_settings import PrivacySettings
 from fedllm.aggregation.settings import UploadsSettings
 from fedllm.algorithms.base import Algorithm
@@ -43,6 +43,7 @@ def _check_sample_level(privacy: PrivacySettings, local: LocalSettings, algorith
             "privacy.clip=0.5 (uploads.clip is for level=client)"
         )
     require_no_loss(algorithm)
+    require_sample_gradients(algorithm)
     if local.steps is None:
         raise UserError(
             f"privacy: found local.epochs={local.epochs or 1}, expected local.steps with level=sample: in each step "

@@ -63,6 +63,11 @@ class FederatedOptimizer(torch.optim.Optimizer):
         self._uploads, self._number = uploads, number
         if not isinstance(steps, int) or not 1 <= steps <= info.local_steps:
             raise UserError(f"steps: found {steps!r}, expected 1 to {info.local_steps}, the federation's local steps")
+        if algorithm.contrastive:
+            raise UserError(
+                f"algorithm: found {type(algorithm).__name__}, whose clients add a contrast to the loss, which an "
+                "optimizer does not compute; train with a recipe, or choose another algorithm, such as fedprox"
+            )
         algorithm.check(info, [steps])
         super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": algorithm.base_rate(info)})
         self._model, self._algorithm, self._client = model, algorithm, _on(start, client)

@@ -97,6 +97,8 @@ def assemble(recipe: Recipe, cache: ReadCache | None = None, processes: int = 1,
     batches = ClientBatches(given, batch_size=local.batch_size, epochs=epochs, steps=local.steps, seed=recipe.run.seed)
     problem = build_problem(recipe, machine, algorithm, task, backbone, model, train, batches)
     problem.num_clients = len(parts)
+    if algorithm.contrastive:
+        problem.find_representations()  # a model without them is told of before the first round
     assert recipe.federation.clients_per_round is not None
     info = round_info(
         algorithm,

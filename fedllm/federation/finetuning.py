@@ -26,9 +26,9 @@ def finetune(
     """The rows X [C, d] after so many local steps of the clients, which train together; X does not change.
 
     The steps are those of the algorithm's first round: its server's and its clients' vectors are at their start, so no
-    correction or global moment is in them, and a proximal term draws to X. The rate is constant, without warm-up. The
-    clients take the batches and dropout of round `round`, drawn by (seed, round, client). buffers [C, b]: running
-    statistics, changed in place. progress: called after each step with the number of clients.
+    correction, contrast or global moment is in them, and a proximal term draws to X. The rate is constant, without
+    warm-up. The clients take the batches and dropout of round `round`, drawn by (seed, round, client). buffers [C, b]:
+    running statistics, changed in place. progress: called after each step with the number of clients.
     """
     alg, info = replace(setup.algorithm, schedule="constant", warmup_rounds=0), setup.at(0).info
     rates = alg.rates(torch.full((len(clients),), steps), info).to(X)

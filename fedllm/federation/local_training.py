@@ -145,7 +145,8 @@ def train_together(
         view = {name: value[:active] for name, value in local.items()}
         same = dict(view)
         own = None if buffers is None else buffers[:active]
-        loss, g = checks.loss_and_gradient(problem, view["x"], clients[:active], info.index, k, own)
+        contrast = alg.contrast(view)
+        loss, g = checks.loss_and_gradient(problem, view["x"], clients[:active], info.index, k, own, contrast)
         with section("optimizer"):
             if k == 0 and alg.start_loss is not None:
                 view[alg.start_loss].copy_(_known(loss, alg, problem)[:, None])

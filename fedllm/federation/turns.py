@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedllm.algorithms.base import RoundInfo
+from fedllm.algorithms.base import Contrast, RoundInfo
 from fedllm.blocks import BlockPartition
 from fedllm.common.errors import UserError
 from fedllm.common.tensors import State
@@ -99,8 +99,14 @@ class TurnProblem(Problem):
     def loss_and_gradient(
         self, X: Tensor, clients: Sequence[int], round: int, step: int
     ) -> tuple[Tensor | None, Tensor]:
-        whole = self._turn.put(self._x.expand(len(X), -1), X)
-        loss, g = self._problem.loss_and_gradient(whole, clients, round, step)
+        loss, g = self._problem.loss_and_gradient(self._whole(X), clients, round, step)
+        return loss, self._turn.take(g)
+
+    def contrastive_gradient(
+        self, X: Tensor, contrast: Contrast, clients: Sequence[int], round: int, step: int
+    ) -> tuple[Tensor | None, Tensor]:
+        whole = replace(contrast, near=self._whole(contrast.near), far=self._whole(contrast.far))
+        loss, g = self._problem.contrastive_gradient(self._whole(X), whole, clients, round, step)
         return loss, self._turn.take(g)
 
     def steps(self, clients: Sequence[int], round: int) -> Tensor | None:
@@ -108,3 +114,7 @@ class TurnProblem(Problem):
 
     def sizes(self, clients: Sequence[int]) -> Tensor:
         return self._problem.sizes(clients)
+
+    def _whole(self, X: Tensor) -> Tensor:
+        """Rows [C, d] with these coordinates [C, n]."""
+        return self._turn.put(self._x.expand(len(X), -1), X)

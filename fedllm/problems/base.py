@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedllm.algorithms.base import Contrast
 from fedllm.blocks import BlockPartition
 from fedllm.common.errors import UserError
 
@@ -74,6 +75,15 @@ class Problem(ABC):
     ) -> tuple[Tensor | None, Tensor]:
         """The same for a problem with buffers: the clients' rows [C, b], changed in place."""
         raise NotImplementedError(f"{type(self).__name__} has buffers, and its train_step is missing")
+
+    def contrastive_gradient(
+        self, X: Tensor, contrast: Contrast, clients: Sequence[int], round: int, step: int
+    ) -> tuple[Tensor | None, Tensor]:
+        """`loss_and_gradient` with the contrast in the loss of each sample."""
+        raise UserError(
+            f"{type(self).__name__}.contrastive_gradient: missing, and MOON needs it; write it, or choose another "
+            "algorithm"
+        )
 
     def steps(self, clients: Sequence[int], round: int) -> Tensor | None:
         """Local steps [C] of each client (at least 1), or None: all take the federation's number of steps."""

@@ -12,7 +12,13 @@ from fedllm.common.errors import UserError
 from fedllm.common.tensors import require_vector, shown
 
 if TYPE_CHECKING:
+    from fedllm.algorithms.base import Contrast
     from fedllm.problems.base import Problem
+
+NO_BUFFERS = (
+    "has running statistics (batch norm), expected a model without for MOON; set model.norm=group, or choose another "
+    "algorithm"
+)
 
 
 def require_counts(problem: Problem) -> None:
@@ -36,14 +42,25 @@ def start(problem: Problem, x0: Tensor | None = None) -> Tensor:
 
 
 def loss_and_gradient(
-    problem: Problem, X: Tensor, clients: Sequence[int], round: int, step: int, buffers: Tensor | None = None
+    problem: Problem,
+    X: Tensor,
+    clients: Sequence[int],
+    round: int,
+    step: int,
+    buffers: Tensor | None = None,
+    contrast: Contrast | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """Calls problem.loss_and_gradient, or problem.train_step where there are buffers [C, b], which it changes in place.
+    """Calls problem.loss_and_gradient, or problem.train_step where there are buffers [C, b], which it changes in place,
+    or problem.contrastive_gradient where the algorithm gives a contrast.
 
     Checks shape, dtype, that there is no graph, and that X is unchanged.
     """
     before = _version(X)
-    if buffers is None:
+    if contrast is not None:
+        if buffers is not None:
+            raise UserError(f"{type(problem).__name__}: {NO_BUFFERS}")
+        loss, g = problem.contrastive_gradient(X, contrast, clients, round, step)
+    elif buffers is None:
         loss, g = problem.loss_and_gradient(X, clients, round, step)
     else:
         loss, g = problem.train_step(X, buffers, clients, round, step)

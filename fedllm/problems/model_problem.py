@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from fedllm.data.client_batches import ClientBatches
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.problems.base import Problem
+from fedllm.problems.contrast import Representations
 
 Losses = Callable[[Tensor, Tensor], Tensor]
 """The loss of each sample [n], a sum over its learned tokens where it has any, of the outputs [n, L] (see Readout) and
@@ -63,6 +65,15 @@ class ModelProblem(Problem):
 
     def gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> Tensor:
         return self.loss_and_gradient(X, clients, round, step)[1]
+
+    @cached_property
+    def representations(self) -> Representations:
+        """What contrastive_gradient compares, see find_representations."""
+        return self.find_representations()
+
+    @abstractmethod
+    def find_representations(self) -> Representations:
+        """The inputs of the model's last layer. Raises UserError for a model without one."""
 
     @abstractmethod
     def release(self) -> None:

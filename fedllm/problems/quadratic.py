@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedllm.algorithms.base import Contrast
 from fedllm.blocks import BlockPartition
 from fedllm.common.errors import UserError
 from fedllm.common.seeding import torch_rng
@@ -87,6 +88,17 @@ class QuadraticProblem(Problem):
         index = torch.as_tensor(clients)
         apart = X - self.a[index]
         return 0.5 * torch.einsum("ci,cij,cj->c", apart, self.H[index], apart), self.gradient(X, clients, round, step)
+
+    def contrastive_gradient(
+        self, X: Tensor, contrast: Contrast, clients: Sequence[int], round: int, step: int
+    ) -> tuple[Tensor, Tensor]:
+        """x is its own representation, and a client is one sample."""
+        losses, g = self.loss_and_gradient(X, clients, round, step)
+        with torch.enable_grad():
+            z = X.detach().requires_grad_()
+            terms = contrast.term(z, contrast.near, contrast.far)
+            (slope,) = torch.autograd.grad(terms.sum(), z)
+        return losses + terms.detach(), g + slope
 
     def steps(self, clients: Sequence[int], round: int) -> Tensor | None:
         return None if self._steps is None else self._steps[torch.as_tensor(clients)]

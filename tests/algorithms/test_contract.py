@@ -86,24 +86,27 @@ def local_round(
     alg: Algorithm, info: RoundInfo, x: Tensor, server: State, clients: State, rows: Rows, rates: Tensor
 ) -> tuple[State, State]:
     """begin, K steps on fixed gradients, end."""
-    local = alg.begin(x, server, clients, info)
+    local, count = alg.begin(x, server, clients, info), range(len(x))
     for k in range(K):
         g = torch.sin(torch.arange(x.numel(), dtype=x.dtype) + k).view_as(x)
+        if contrast := alg.contrast(local):
+            plain = problem().gradient(local["x"], count, 0, k)
+            g += problem().contrastive_gradient(local["x"], contrast, count, 0, k)[1] - plain
         alg.step(local, g, k + 1, rates[:, k : k + 1], info)
     return alg.end(local, x, server, clients, rows, info)
 
 
-def test_all_twenty_are_found() -> None:
+def test_all_twenty_one_are_found() -> None:
     assert algorithm_names() == [
         "fa_nt", "fadamgc", "fadamgc_b", "fedadagrad", "fedadam", "fedadamw", "fedams", "fedavg", "fedavgm", "fedcm",
-        "feddyn", "fedlada", "fedprox", "fedyogi", "localadam", "localadamw", "padamfed", "qfedavg", "scaffold",
-        "scaffoldm",
+        "feddyn", "fedlada", "fedprox", "fedyogi", "localadam", "localadamw", "moon", "padamfed", "qfedavg",
+        "scaffold", "scaffoldm",
     ]  # fmt: skip
 
 
 def test_aliases_are_unique_and_load_their_class() -> None:
     aliases = [(alias, name) for name in algorithm_names() for alias in algorithm_class(name).aliases]
-    assert len({alias for alias, _ in aliases} | set(algorithm_names())) == len(aliases) + 20
+    assert len({alias for alias, _ in aliases} | set(algorithm_names())) == len(aliases) + 21
     for alias, name in aliases:
         assert algorithm_class(alias) is algorithm_class(name)
     promised = {"fadamgt": "fadamgc", "fadamet": "fa_nt", "fedit_adamet": "fa_nt", "fedit_adam": "localadam"}
@@ -444,11 +447,12 @@ def test_steps_of_sgd_are_longer_by_default_than_those_of_adam() -> None:
     rates = {name: load_algorithm(name).lr for name in algorithm_names()}
     assert {name for name, lr in rates.items() if lr == 0.1} == {
         "fedavg", "fedavgm", "scaffold", "scaffoldm", "fedcm", "fedadam", "fedams", "fedyogi", "fedadagrad", "fedprox",
-        "feddyn", "qfedavg",
+        "feddyn", "moon", "qfedavg",
     }  # fmt: skip
     assert rates.pop("padamfed") is None
     assert set(rates.values()) == {0.1, 1e-3}
 
 
-def test_fedavg_and_fedprox_weight_clients_by_size_by_default() -> None:
-    assert {name for name in algorithm_names() if load_algorithm(name).weights == "size"} == {"fedavg", "fedprox"}
+def test_averages_by_size_where_the_papers_average_so() -> None:
+    by_size = {name for name in algorithm_names() if load_algorithm(name).weights == "size"}
+    assert by_size == {"fedavg", "fedprox", "moon"}

@@ -33,6 +33,7 @@ OPTIONS = {
     "scaffoldm": [{}, {"beta": 0.4}, {"beta": 1.0}],
     "fedcm": [{}, {"alpha": 0.4}],
     "fedprox": [{"weights": "size"}, {"mu": 0.4}],
+    "moon": [{"weights": "size"}, {"mu": 5.0}, {"mu": 0.4, "temperature": 0.1}, {"mu": 0}],
     # FedDyn has uniform weights alone
     "feddyn": [{"weights": "uniform"}, {"weights": "uniform", "alpha": 0.7}],
     "qfedavg": [{}, {"q": 0.2}, {"q": 2.0}, {"q": 0}],

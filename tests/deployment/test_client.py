@@ -37,6 +37,9 @@ from fedllm.federation.info import round_info
 from fedllm.federation.sampling import sample
 from fedllm.server import Server
 
+# A loop of one's own computes the gradient of its loss, and no contrast.
+OF_A_LOOP = [name for name in algorithm_names() if not load_algorithm(name).contrastive]
+
 
 def poisoned() -> list[tuple[Tensor, Tensor]]:
     found = batches()
@@ -118,7 +121,7 @@ def steps(client: Client, optimizer: FederatedOptimizer, work: list) -> None:
         optimizer.step(loss.detach)
 
 
-@pytest.mark.parametrize("name", algorithm_names())
+@pytest.mark.parametrize("name", OF_A_LOOP)
 def test_a_loaded_state_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     client, again = client_of(name), client_of(name)
     expected = client.fit(broadcast_for(client), batches(), squared)
@@ -138,6 +141,12 @@ def test_a_first_step_without_its_loss_is_refused() -> None:
     squared(client.model, batches()[0]).backward()
     with pytest.raises(UserError, match=r"step 1: QFedAvg reads the loss of the first batch, found none; call step\(l"):
         optimizer.step()
+
+
+def test_a_contrast_is_refused() -> None:
+    client = client_of("moon")
+    with pytest.raises(UserError, match="algorithm: found Moon, whose clients add a contrast to the loss, which an"):
+        client.begin(broadcast_for(client), steps=K)
 
 
 def test_a_state_of_another_round_is_refused() -> None:
@@ -219,7 +228,7 @@ def test_a_model_of_another_size_is_named() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine_steps"])
-@pytest.mark.parametrize("name", algorithm_names())
+@pytest.mark.parametrize("name", OF_A_LOOP)
 def test_server_and_clients_equal_the_simulation(name: str, schedule: str, tmp_path: Path) -> None:
     """Every upload goes through a safetensors file and JSON; clients of unequal steps and weights, some untracked."""
     weights = "uniform" if name == "feddyn" else "size"  # FedDyn has uniform weights alone

@@ -48,7 +48,7 @@ def test_a_sentence_keeps_words_and_code() -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["x = w", "x = (1-b1", "x = y +", "x = y)"])
+@pytest.mark.parametrize("text", ["x = p", "x = (1-b1", "x = y +", "x = y)"])
 def test_what_is_not_in_the_notation_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"docs/equations\.py"):
         equations.equation(text)

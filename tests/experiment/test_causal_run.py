@@ -19,6 +19,7 @@ from tiny_models import WORDS
 from transformers import AutoModelForCausalLM
 
 from fedllm import run_recipe
+from fedllm.common.errors import UserError
 from fedllm.config.recipe import load_recipe
 from fedllm.experiment.answers import last_prompts
 from fedllm.experiment.build import Job, assemble
@@ -128,6 +129,11 @@ def test_the_answers_are_those_of_generate(causal: Path, run: Path) -> None:
         assert line["after"] == job.backbone.tokenizer.decode(found, skip_special_tokens=True).strip()
         assert prompt.reference[-1] == 2
         assert line["reference"].split()[-1] in ACTS
+
+
+def test_moon_is_refused_before_the_first_round(causal: Path) -> None:
+    with pytest.raises(UserError, match="MOON: found a causal language model, expected a classifier"):
+        assemble(load_recipe(causal / "recipe.yaml", ["algorithm={name: moon}"]))
 
 
 def test_the_choice_is_the_likeliest_option(causal: Path, tmp_path: Path) -> None:

@@ -513,7 +513,7 @@ def test_every_algorithm_trains_a_lora_model(tiny: Path, tmp_path: Path) -> None
     from fedllm.experiment.build import assemble
 
     names = algorithm_names()
-    assert len(names) == 20
+    assert len(names) == 21
     for name in names:
         overrides = [f"algorithm={{name: {name}, lr: 1.0e-2}}", "federation.rounds=2"]
         result = run_recipe(tiny / "recipe.yaml", overrides, tmp_path / name)

@@ -177,6 +177,7 @@ def test_poisson_rounds_count_too(tiny: Path) -> None:
         ("algorithm.weights=size", r"privacy: found algorithm.weights=size, expected uniform .*set .*=uniform"),
         ("algorithm.tracking_init=gradient", r"privacy: found algorithm.tracking_init=gradient, expected zero .*"),
         ("algorithm={name: qfedavg}", r"privacy: found QFedAvg, whose clients send numbers made of their loss"),
+        ("algorithm={name: moon}", r"privacy: found Moon with level=sample: its clients add a contrast to the loss"),
         ("privacy.delta=null", r"privacy: found noise alone, expected two of epsilon, delta and noise"),
     ],
 )

@@ -90,7 +90,7 @@ GC_TABLE_6 = {"fedadam": 2, "fedams": 2, "fedavgm": 3, "scaffoldm": 4, "localada
 # x and g; m and v of adaptive clients; then what is received or stored beside the moments: c, G, Delta, ga, y or h.
 OTHERS = {
     "fedavg": 2, "fedcm": 3, "scaffold": 3, "padamfed": 4, "localadamw": 4, "fa_nt": 5, "fadamgc_b": 5, "fedadamw": 5,
-    "fedlada": 5, "fedprox": 2, "fedyogi": 2, "fedadagrad": 2, "feddyn": 3, "qfedavg": 2,
+    "fedlada": 5, "fedprox": 2, "fedyogi": 2, "fedadagrad": 2, "feddyn": 3, "qfedavg": 2, "moon": 3,
 }  # fmt: skip
 
 

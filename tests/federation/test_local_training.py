@@ -83,7 +83,9 @@ def _meta_has_the_gpus_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def on_meta(tmp_path_factory: pytest.TempPathFactory) -> LoraProblem:
-    return moved_to_meta(lora_problem(tmp_path_factory.mktemp("meta"), "bert"))
+    problem = lora_problem(tmp_path_factory.mktemp("meta"), "bert")
+    assert problem.representations.outputs == 3  # found once, on real numbers
+    return moved_to_meta(problem)
 
 
 def local_round(alg: Algorithm, problem: Any, counts: list[int]) -> Any:
@@ -192,7 +194,7 @@ def test_a_step_costs_the_same_operations_whatever_the_number_of_parameters(name
     alg = load_algorithm(name, lr=0.01)
     few, many = (operations(alg, blocks, 5) - operations(alg, blocks, 4) for blocks in (2, 40))
     assert few == many
-    assert few <= 40
+    assert few <= (80 if alg.contrastive else 40)  # the contrast is the problem's
 
 
 LAYERS = {"bert": "num_hidden_layers", "gpt2": "n_layer"}

@@ -64,6 +64,14 @@ def test_personal_coordinates_train_as_without_the_other_clients(name: str, sett
     assert bool(((own - a).abs() < (x0 - a).abs()).all())  # each went towards its own minimum
 
 
+def test_moon_contrasts_whole_models() -> None:
+    """One client by itself trains as if no coordinate were personal, although MOON's cosines mix them."""
+    given: dict[str, Any] = {"rounds": 4, "local_steps": 3, "progress": False, "schedule": [([1], [1])] * 4}
+    found, plain = (simulate(load_algorithm("moon", lr=0.05), problem(personal), **given) for personal in (True, False))
+    torch.testing.assert_close(found.x[SHARED], plain.x[SHARED], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.clients[PERSONAL][1], plain.x[PLACES], rtol=1e-12, atol=1e-12)
+
+
 def test_scaffold_takes_plain_steps_on_personal_coordinates() -> None:
     """x -= eta h (x - a), 4 rounds of 3 steps, in closed form; and c and c_i stay 0 there."""
     of = problem()

@@ -7,13 +7,14 @@ shared but the bookkeeping in script.py and the plain SGD under the servers of s
 from .adam import fa_nt, fadamgc, fadamgc_b, fedadamw, fedlada, localadam, localadamw
 from .script import Script
 from .server import fedadagrad, fedadam, fedams, fedyogi
-from .sgd import fedavg, fedavgm, fedcm, feddyn, fedprox, padamfed, qfedavg, scaffold, scaffoldm
+from .sgd import fedavg, fedavgm, fedcm, feddyn, fedprox, moon, padamfed, qfedavg, scaffold, scaffoldm
 
 ALGORITHMS = {
     function.__name__: function
     for function in (
         fa_nt, fadamgc, fadamgc_b, fedadagrad, fedadam, fedadamw, fedams, fedavg, fedavgm, fedcm, feddyn, fedlada,
-        fedprox, fedyogi, localadam, localadamw, padamfed, qfedavg, scaffold, scaffoldm,
+        fedprox, fedyogi, localadam, localadamw, moon, padamfed, qfedavg, scaffold,
+        scaffoldm,
     )
 }  # fmt: skip
 

@@ -40,9 +40,10 @@ class Script:
         """{client: vector} for all N clients, each starting at `start`."""
         return dict.fromkeys(range(self.N), start)
 
-    def gradient(self, x, i, t, k):
-        """Stochastic gradient of client i in round t at step k = 1, 2, ..., clipped before anything else."""
-        g = self.problem.gradient(x[None], [i], t, k - 1)[0]
+    def gradient(self, x, i, t, k, plus=0.0):
+        """Stochastic gradient of client i in round t at step k = 1, 2, ..., clipped before anything else. plus: the
+        gradient of what an algorithm adds to the loss."""
+        g = self.problem.gradient(x[None], [i], t, k - 1)[0] + plus
         limit, norm = self.get("clip_norm", None), math.sqrt(float((g * g).sum()))
         return g if limit is None or norm <= limit else g * (limit / norm)
 

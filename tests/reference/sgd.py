@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def fedavg(run):
     x = run.x0
@@ -143,6 +145,34 @@ def fedprox(run):
             d[i] = xi - x
         x = x + run.eta_g * run.mean(d)
         run.history.append(x)
+
+
+def moon(run):
+    """A client's one sample is represented by the parameters themselves, as in fedllm.QuadraticProblem."""
+    mu, T = run.get("mu", 1.0), run.get("temperature", 0.5)
+    x, w = run.x0, run.everyone(run.x0)
+
+    def cosine_and_slope(z, other):
+        lengths = float((z * z).sum()) ** 0.5, float((other * other).sum()) ** 0.5
+        cosine = float((z * other).sum()) / (lengths[0] * lengths[1])
+        return cosine, other / (lengths[0] * lengths[1]) - cosine * z / lengths[0] ** 2
+
+    for t, sampled, _ in run.rounds():
+        d = {}
+        for i in sampled:
+            xi = x
+            for k, eta in run.steps(i, t):
+                near, near_slope = cosine_and_slope(xi, x)
+                far, far_slope = cosine_and_slope(xi, w[i])
+                drawn = math.exp(near / T) / (math.exp(near / T) + math.exp(far / T))
+                contrast = (1 - drawn) * (far_slope - near_slope) / T
+                g = run.gradient(xi, i, t, k, plus=mu * contrast)
+                xi = xi - eta * (g + run.lam * xi)
+            d[i] = xi - x
+            w[i] = xi
+        x = x + run.eta_g * run.mean(d)
+        run.history.append(x)
+    run.clients = {"w": w}
 
 
 def feddyn(run):

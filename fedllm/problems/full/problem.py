@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedllm.algorithms.base import Contrast
 from fedllm.blocks import BlockPartition
 from fedllm.common.errors import UserError
 from fedllm.common.profiling import section
@@ -18,7 +19,9 @@ from fedllm.common.seeding import derive
 from fedllm.data.client_batches import ClientBatches
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.problems.base import Buffers, SampleGradients
-from fedllm.problems.full.batch_reader import BatchReader
+from fedllm.problems.checks import NO_BUFFERS
+from fedllm.problems.contrast import Representations, Term, require_classifier
+from fedllm.problems.full.batch_reader import Batch, BatchReader
 from fedllm.problems.full.pass_memory import measure
 from fedllm.problems.full.plain_model import Mode, PlainModel
 from fedllm.problems.full.samples import Samples
@@ -95,21 +98,41 @@ class FullProblem(ModelProblem):
     def train_step(
         self, X: Tensor, buffers: Tensor, clients: Sequence[int], round: int, step: int
     ) -> tuple[Tensor, Tensor]:
+        return self._gradients(X, buffers, None, clients, round, step)
+
+    def contrastive_gradient(
+        self, X: Tensor, contrast: Contrast, clients: Sequence[int], round: int, step: int
+    ) -> tuple[Tensor, Tensor]:
+        with self.representations.shown():
+            no_buffers = self.model.first_buffers.repeat(len(clients), 1)
+            return self._gradients(X, no_buffers, contrast, clients, round, step)
+
+    def _gradients(
+        self,
+        X: Tensor,
+        buffers: Tensor,
+        contrast: Contrast | None,
+        clients: Sequence[int],
+        round: int,
+        step: int,
+    ) -> tuple[Tensor, Tensor]:
+        """contrast: while representations are shown, for a model without buffers; None for none."""
         with section("data"):
             batches = [self.batches.indices(client, round, step) for client in clients]
         losses, gradients = torch.zeros(len(clients), device=X.device), torch.zeros_like(X)
         with self.model.mode(Mode.TRAIN):
             for some in self._together(batches):
                 keys = partial(row_keys, self.batches.seed, round, step, clients[some])
+                term = None if contrast is None else (self.representations, contrast.rows(some))
                 if some.stop - some.start > 1:
                     stacked = self.reader.stack(batches[some], X.device, keys)
-                    losses[some], gradients[some] = stacked_step(self.model, self.losses, X[some], stacked)
+                    losses[some], gradients[some] = stacked_step(self.model, self.losses, X[some], stacked, term)
                     continue
                 row = some.start
                 seed = derive(self.batches.seed, "dropout", round, step, clients[row])
                 with _drawn_from(seed, X.device), _naming(clients[row], len(batches[row])):
                     total = self._targets(batches[row])
-                    losses[row] = self._descend(X[row], buffers[row], batches[row], keys, total, gradients[row])
+                    losses[row] = self._descend(X[row], buffers[row], batches[row], keys, total, gradients[row], term)
         return losses, gradients
 
     def sample_gradients(
@@ -218,8 +241,22 @@ class FullProblem(ModelProblem):
         """How many targets the samples of a batch have."""
         return int(self.samples.sizes[torch.from_numpy(batch)].sum())
 
+    def find_representations(self) -> Representations:
+        require_classifier(self.samples)
+        if self.buffers is not None:
+            raise UserError(f"{type(self.model.model).__name__}: {NO_BUFFERS}")
+        read = self.reader.read(np.array([0]), self.model.start.device)
+        return Representations.of(self.model.model, lambda: self.model.logits(self.model.start, None, read.inputs))
+
     def _descend(
-        self, x: Tensor, buffers: Tensor, batch: np.ndarray, keys: DropoutKeys | None, total: int, gradient: Tensor
+        self,
+        x: Tensor,
+        buffers: Tensor,
+        batch: np.ndarray,
+        keys: DropoutKeys | None,
+        total: int,
+        gradient: Tensor,
+        term: Term | None = None,
     ) -> Tensor:
         """Adds the gradient of the batch's losses by `total` to `gradient` [d]; returns their sum by `total`."""
         x = x.detach().requires_grad_()
@@ -229,12 +266,22 @@ class FullProblem(ModelProblem):
             with section("data"):
                 read = self.reader.read(batch[slots], x.device, keys, slots)
             with section("forward"):
+                losses = self.losses if term is None else self._contrasted(read, *term)
                 outputs = self.model.outputs(x, buffers, read)
-                loss = self.losses(outputs, read.targets).sum() / total
+                loss = losses(outputs, read.targets).sum() / total
             with section("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
             sum_of_losses += loss.detach()
         return sum_of_losses
+
+    @torch.no_grad()
+    def _contrasted(self, read: Batch, shown: Representations, contrast: Contrast) -> Losses:
+        """The losses with the contrast of one client. Dropout is drawn as for the outputs that follow."""
+        others = []
+        for (x,) in (contrast.near, contrast.far):
+            with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
+                others.append(self.model.outputs(x, None, read))
+        return shown.add(self.losses, contrast, *others)
 
 
 @contextmanager

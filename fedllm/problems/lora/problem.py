@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedllm.algorithms.base import Contrast
 from fedllm.blocks import BlockPartition
 from fedllm.common.profiling import section
 from fedllm.data.client_batches import ClientBatches
@@ -19,6 +20,7 @@ from fedllm.data.tokenization import send
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.models.quantization import settle
 from fedllm.problems.base import SampleGradients
+from fedllm.problems.contrast import Representations, require_classifier
 from fedllm.problems.lora.compatibility import IndependenceCheck
 from fedllm.problems.lora.dropout import row_keys
 from fedllm.problems.lora.engine_settings import EngineSettings
@@ -115,13 +117,25 @@ class LoraProblem(ModelProblem):
         return self.model.start.clone()
 
     def loss_and_gradient(self, X: Tensor, clients: Sequence[int], round: int, step: int) -> tuple[Tensor, Tensor]:
+        return self._gradients(X, None, clients, round, step)
+
+    def contrastive_gradient(
+        self, X: Tensor, contrast: Contrast, clients: Sequence[int], round: int, step: int
+    ) -> tuple[Tensor, Tensor]:
+        with self.representations.shown():
+            return self._gradients(X, contrast, clients, round, step)
+
+    def _gradients(
+        self, X: Tensor, contrast: Contrast | None, clients: Sequence[int], round: int, step: int
+    ) -> tuple[Tensor, Tensor]:
         with section("data"):
             batches = [self.batches.indices(client, round, step) for client in clients]
         losses, gradients = torch.zeros(len(clients), device=X.device), torch.empty_like(X)
         for some in self.passes.cut(self.rows.sizes(batches)):
             keys = partial(row_keys, self.batches.seed, round, step, clients[some])
             counts = [self._targets(batch) for batch in batches[some]]
-            losses[some], gradients[some] = self._pass(X[some], batches[some], counts, keys)
+            term = None if contrast is None else contrast.rows(some)
+            losses[some], gradients[some] = self._pass(X[some], batches[some], counts, keys, contrast=term)
         return losses, gradients
 
     def sample_gradients(
@@ -203,33 +217,47 @@ class LoraProblem(ModelProblem):
         counts: list[int],
         keys: DropoutKeys | None,
         layout: RowLayout | None = None,
+        contrast: Contrast | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Losses [C] and gradients [C, d] of some clients: one forward and backward per micro-batch.
 
-        counts [C]: targets that a client's mean is over. keys: None for no dropout. layout: None for `rows`.
+        counts [C]: targets that a client's mean is over. keys: None for no dropout. layout: None for `rows`. contrast:
+        of these clients, while representations are shown.
         """
         layout = layout or self.rows
         with section("data"):
             micros = layout.micro_batches(batches)
         X = X.detach().requires_grad_()
-        losses = torch.zeros(len(counts), device=X.device)
+        found = torch.zeros(len(counts), device=X.device)
         for micro in micros:
+            losses = self.losses
+            if contrast is not None:
+                with torch.no_grad():
+                    others = [layout.outputs(rows, micro, keys) for rows in (contrast.near, contrast.far)]
+                losses = self.representations.add(losses, contrast, *others)
             outputs = layout.outputs(X, micro, keys)
-            losses += self._descend(outputs, micro.samples, counts)
+            found += self._descend(outputs, micro.samples, counts, losses)
         assert X.grad is not None
-        return losses, X.grad
+        return found, X.grad
 
-    def _descend(self, outputs: Tensor, samples: Tensor, counts: list[int]) -> Tensor:
+    def find_representations(self) -> Representations:
+        require_classifier(self.rows.tokens)
+        padded = PaddedRows(self.model, self.rows.tokens, self.rows.pad_id)
+        return Representations.of(
+            self.model.model, lambda: padded.outputs_of(self.model.start[None], torch.tensor([0]))
+        )
+
+    def _descend(self, outputs: Tensor, samples: Tensor, counts: list[int], losses: Losses) -> Tensor:
         """Backward of the samples' part of the clients' mean losses; returns that part [C].
 
-        samples [C, m], -1 for none. counts [C]: targets that a client's mean is over.
+        samples [C, m], -1 for none. counts [C]: targets that a client's mean is over. losses: of each sample.
         """
         with section("data"):
             real = samples >= 0
             weight = send((real / torch.tensor(counts)[:, None]).to(outputs.dtype), outputs.device)
             targets = send(self.rows.tokens.targets[samples.clamp(min=0).reshape(-1)], outputs.device)
         with section("forward"):
-            losses = (self.losses(outputs, targets).view_as(weight) * weight).sum(dim=1)
+            means = (losses(outputs, targets).view_as(weight) * weight).sum(dim=1)
         with section("backward"):
-            losses.sum().backward()  # type: ignore[no-untyped-call]
-        return losses.detach()
+            means.sum().backward()  # type: ignore[no-untyped-call]
+        return means.detach()
