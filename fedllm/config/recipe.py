@@ -255,7 +255,7 @@ def _resolved(values: Mapping[str, Any], choice: Choice, name: str, where: str) 
     if table and not name.endswith(chosen):
         name += chosen
     recipe = Recipe(name=name, algorithm=_plain(algorithm), notes=notes, **sections)
-    if why := misfit_of_weights(recipe.lora is None, recipe.model, recipe.run):
+    if why := misfit_of_weights(recipe.lora, recipe.model, recipe.run):
         raise UserError(f"{where}: {why}")
     try:
         check_own_evaluation(recipe.eval, recipe.local, recipe.privacy)

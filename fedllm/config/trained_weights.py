@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from fedllm.config.settings import RunSettings
-from fedllm.models.settings import ModelSettings
+from fedllm.models.settings import LoraSettings, ModelSettings
 
 
-def misfit_of_weights(all_weights: bool, model: ModelSettings, run: RunSettings) -> str | None:
-    """What does not fit, as the text of an error; None if all fits.
-
-    all_weights: whether the recipe has `lora: null`.
-    """
-    if not all_weights:
+def misfit_of_weights(lora: LoraSettings | None, model: ModelSettings, run: RunSettings) -> str | None:
+    """What does not fit, as the text of an error; None if all fits. lora: None where all weights are trained."""
+    if lora is not None:
+        if lora.dora and model.quantize != "none":
+            return (
+                f"lora.dora: found true with model.quantize={model.quantize}, expected none: DoRA reads the base's "
+                "weights, which are packed then; set model.quantize=none, or leave dora out"
+            )
         if model.norm == "average":
             return None
         return (

@@ -169,7 +169,7 @@ def _trained_values(recipe: Recipe, backbone: Backbone, trained: TrainedOn) -> l
     if (lora := recipe.lora) is None:
         norm = "" if recipe.model.norm == "average" else f"; batch norm: {recipe.model.norm}"
         return ["weights", f"all, {trained.dim:,} trained values{norm}"]
-    scaling = {} if lora.scaling == "standard" else {"scaling": lora.scaling}
+    scaling = ({} if lora.scaling == "standard" else {"scaling": lora.scaling}) | ({"dora": True} if lora.dora else {})
     adapter = {"rank": lora.rank, "alpha": lora.alpha, **scaling, "dropout": lora.dropout, "targets": lora.targets}
     head = " with the head" if backbone.head else ""
     return ["adapter", f"{_settings(adapter)}; {trained.dim:,} trained values{head}"]

@@ -85,7 +85,8 @@ def _trainable(job: Job, frozen: int) -> str:
     head = ", and the head" if job.backbone.head else ""
     if turns := job.setup.turns:
         head += "; in turn " + " and ".join(f"{len(turn.coordinates):,}" for turn in turns)
-    adapter = f"LoRA rank {lora.rank}{'' if lora.scaling == 'standard' else f', {lora.scaling},'}"
+    kind = "DoRA" if lora.dora else "LoRA"
+    adapter = f"{kind} rank {lora.rank}{'' if lora.scaling == 'standard' else f', {lora.scaling},'}"
     return f"{dim:,}, {dim / (frozen + dim):.2%} of all ({adapter} on {', '.join(lora.targets)}{head})"
 
 

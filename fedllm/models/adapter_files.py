@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replaced_folder
-from fedllm.models.lora import PREFIX, head_modules, lora_layers, shortest_suffixes
+from fedllm.models.lora import PREFIX, head_modules, lora_layers, row_lengths, shortest_suffixes
 from fedllm.models.structure import FUSED, SplitQKV
 
 CONFIG = "adapter_config.json"
@@ -85,7 +85,8 @@ def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
 
     LoRA on the parts of a SplitQKV becomes LoRA on the fused [h, 3h] projection, with one rank-r part per role:
     A = [A_query; A_value] [2r, h] and B [3h, 2r] with B_query in rows 0:h, columns 0:r and B_value in rows 2h:3h,
-    columns r:2r. So B A = [B_query A_query; 0; B_value A_value].
+    columns r:2r. So B A = [B_query A_query; 0; B_value A_value]. Under DoRA the rows of a role without LoRA have the
+    lengths of the base's rows, which changes nothing there.
     """
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -95,7 +96,15 @@ def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
         for block, part in zip(_blocks(fused_b, roles), parts_b, strict=True):
             block.copy_(part)
         tensors |= {_key(path, "A"): torch.cat(parts_a), _key(path, "B"): fused_b}
+        if uses_dora(model):
+            own = {role: tensors.pop(_lengths_key(f"{path}.{role}")) for role in roles}
+            tensors[_lengths_key(path)] = torch.cat([own.get(role, _base_lengths(model, path, role)) for role in FUSED])
     return tensors
+
+
+def uses_dora(model: PeftModel) -> bool:
+    """Whether the model's adapters are DoRA's."""
+    return bool(cast(LoraConfig, model.peft_config["default"]).use_dora)
 
 
 def adapter_config(model: PeftModel, base_name: str) -> LoraConfig:
@@ -122,6 +131,7 @@ def adapter_config(model: PeftModel, base_name: str) -> LoraConfig:
         alpha_pattern=dict.fromkeys(fused, fused_alpha) if whole else {},
         lora_dropout=ours.lora_dropout,
         use_rslora=ours.use_rslora,
+        use_dora=ours.use_dora,
         fan_in_fan_out=bool(split) or any(isinstance(layer.get_base_layer(), Conv1D) for layer in whole.values()),
         modules_to_save=head_modules(model),
     )
@@ -141,6 +151,14 @@ def _key(path: str, side: str) -> str:
     return f"{PREFIX}{path}.lora_{side}.weight"
 
 
+def _lengths_key(path: str) -> str:
+    return f"{PREFIX}{path}.lora_magnitude_vector"
+
+
+def _base_lengths(model: PeftModel, path: str, role: str) -> Tensor:
+    return row_lengths(model.get_submodule(f"{PREFIX}{path}.{role}")).cpu()
+
+
 def _blocks(fused_b: Tensor, roles: list[str]) -> list[Tensor]:
     """Views [h, r] into the fused B [3h, n r], one per role: the rows and the columns that belong to the role."""
     rows, rank = fused_b.shape[0] // len(FUSED), fused_b.shape[1] // len(roles)
@@ -158,6 +176,12 @@ def _split(model: PeftModel, stored: dict[str, Tensor], path: Path) -> dict[str,
             raise UserError(f"{path}: {_key(layer, 'B')} is not made of separate blocks for {' and '.join(roles)}")
         for role, a, b in zip(roles, tensors.pop(_key(layer, "A")).chunk(len(roles)), blocks, strict=True):
             tensors |= {_key(f"{layer}.{role}", "A"): a, _key(f"{layer}.{role}", "B"): b}
+        if uses_dora(model):
+            lengths = dict(zip(FUSED, tensors.pop(_lengths_key(layer)).chunk(len(FUSED)), strict=True))
+            tensors |= {_lengths_key(f"{layer}.{role}"): lengths[role] for role in roles}
+            for role in set(FUSED) - {*roles}:
+                if not torch.allclose(lengths[role], _base_lengths(model, layer, role), rtol=1e-4):
+                    raise UserError(f"{path}: {_lengths_key(layer)} changes the {role}, which has no adapter here")
     return tensors
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fedllm.common.errors import RunError, UserError
-from fedllm.models.adapter_files import adapter_config, adapter_tensors
+from fedllm.models.adapter_files import adapter_config, adapter_tensors, uses_dora
 from fedllm.models.lora import PREFIX
 
 SUFFIX = ".gguf"
@@ -69,6 +69,8 @@ def _architecture(model: PeftModel | PreTrainedModel) -> str:
     task: Any = model.peft_config["default"].task_type
     if task != "CAUSAL_LM":
         raise UserError("--gguf: the run trained no causal language model, and llama.cpp has no adapters for others")
+    if uses_dora(model):
+        raise UserError("--gguf: the adapter is DoRA's, which llama.cpp cannot apply; export with --merge instead")
     if config.model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UserError(f"--gguf: the base is of type {config.model_type}, expected one of {known}")

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from fedllm.aggregation.product_gap import Product
 from fedllm.blocks.attention import features
@@ -37,13 +38,15 @@ def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> Pef
 
     Only LoRA and the head are trainable, and of LoRA only B if `lora.train` is B. Every layer whose role is in
     `lora.targets` (`lora_targets.find_targets`) becomes y = W x + s B A x, with A [rank, in], B [out, rank] and
-    s = alpha / rank, or alpha / sqrt(rank) if `lora.scaling` is rslora. Trainable parameters are float32, whatever the
-    dtype of the backbone.
+    s = alpha / rank, or alpha / sqrt(rank) if `lora.scaling` is rslora. With `lora.dora` (DoRA, Liu et al. 2024, eq. 5)
+    it becomes y = diag(m / n) (W + s B A) x, where n [out] are the lengths of the rows of W + s B A, which get no
+    gradient (section 4.3), and m [out] is trained. Trainable parameters are float32, whatever the dtype of the
+    backbone.
 
     Initial values, where i counts the LoRA tensors and, apart from them, the head tensors:
-    A ~ U(-1/sqrt(in), 1/sqrt(in)) from (seed, 'lora-init', i); B = 0; a new head's Linear weights
-    ~ N(0, initializer_range) from (seed, 'head-init', i); its biases = 0. A head that `backbone.start` keeps has the
-    checkpoint's values.
+    A ~ U(-1/sqrt(in), 1/sqrt(in)) from (seed, 'lora-init', i); B = 0; m = the lengths of the rows of W; a new head's
+    Linear weights ~ N(0, initializer_range) from (seed, 'head-init', i); its biases = 0. A head that `backbone.start`
+    keeps has the checkpoint's values.
 
     Raises UserError: rank < 1 or above a layer's smaller side, alpha <= 0, dropout outside [0, 1), roles that the model
     does not have or that cannot be adapted, or a model that already has LoRA.
@@ -62,6 +65,7 @@ def attach_lora(backbone: Backbone, lora: LoraSettings, *, seed: int = 0) -> Pef
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         use_rslora=lora.scaling == "rslora",
+        use_dora=lora.dora,
         target_modules=shortest_suffixes(targets, names),
         modules_to_save=list(backbone.head),
     )
@@ -184,12 +188,27 @@ def _in_float32(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _start_lora(adapted: PeftModel, seed: int) -> None:
-    lora = [(name, parameter) for name, parameter in adapted.named_parameters() if ".lora_" in name]
-    for ordinal, (name, parameter) in enumerate(lora):
+    matrices = [(name, value) for name, value in adapted.named_parameters() if ".lora_A." in name or ".lora_B." in name]
+    for ordinal, (name, parameter) in enumerate(matrices):
         start = torch.zeros(parameter.shape)
         if ".lora_A." in name:
             nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=torch_rng(seed, "lora-init", ordinal))
         parameter.data.copy_(start)
+    for layer in lora_layers(adapted).values():
+        for length in layer.lora_magnitude_vector.values():
+            length.weight.data = row_lengths(layer.get_base_layer())
+
+
+def row_lengths(layer: nn.Module) -> Tensor:
+    """The lengths [out] of the rows of a linear layer's weights, in float32."""
+    lengths: Tensor = torch.linalg.vector_norm(rows_of_weights(layer), dim=1)
+    return lengths
+
+
+def rows_of_weights(layer: nn.Module) -> Tensor:
+    """The weights [out, in] of a linear layer in float32. A Conv1D has them as [in, out]."""
+    weight: Tensor = layer.get_parameter("weight").detach().float()
+    return weight.T if isinstance(layer, Conv1D) else weight
 
 
 def _freeze_a(adapted: PeftModel) -> None:

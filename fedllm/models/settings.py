@@ -55,6 +55,11 @@ class LoraSettings:
         "standard = the adapter counts alpha/r; rslora = alpha/sqrt(r), with which a high rank learns as fast as a low "
         "one (Kalajdzievski 2023)",
     )
+    dora: bool = setting(
+        False,
+        "DoRA: an adapted layer keeps the direction of each row of its weights W + s B A, and its length is trained "
+        "apart (Liu et al. 2024)",
+    )
     dropout: float = setting(0.0, "dropout on the adapter's input")
     targets: str | list[str] = setting(
         ["query", "value"],
@@ -75,6 +80,16 @@ class LoraSettings:
         if unknown or not self.targets:
             found = f"unknown {', '.join(unknown)}" if unknown else "no role"
             raise UserError(f"targets: found {found}, expected some of: {', '.join(ROLES)}")
+        if self.dora and self.train != "AB":
+            raise UserError(
+                f"train: found {self.train} with dora=true, expected AB: the lengths of the rows of W + s B A mix B "
+                "and A, so that means over clients are not exact; leave one of the two out"
+            )
+        if self.dora and self.dropout > 0:
+            raise UserError(
+                f"dropout: found {self.dropout:g} with dora=true, expected 0: DoRA would drop the input of the base's "
+                "weights as well; set lora.dropout=0"
+            )
         if ALL_LINEAR in self.targets and (others := sorted({*self.targets} - {ALL_LINEAR})):
             raise UserError(
                 f"targets: found {ALL_LINEAR} beside {', '.join(others)}, expected it alone: it takes every layer"

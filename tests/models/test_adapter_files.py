@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,27 @@ def test_plain_peft_gives_the_same_logits_with_rslora(
     assert torch.equal(logits(again), logits(model))
     with pytest.raises(UserError, match=r"adapter_config.json: .* is .*, expected .* as in this model"):
         load_adapter(other, folder)
+
+
+@pytest.mark.parametrize("roles", [["query", "value"], ["query", "key", "value", "output"]], ids="-".join)
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_plain_peft_gives_the_same_logits_with_dora(
+    tiny: dict[str, str], tmp_path: Path, family: str, roles: list[str]
+) -> None:
+    """GPT-2's projections are one layer in the file, the key's part of it with the base's lengths."""
+    settings = LoraSettings(rank=3, alpha=2.0, dora=True, targets=roles)
+    model = trained(tiny[family], settings)
+    folder = save_adapter(model, tmp_path / "adapter", tiny[family], load(tiny[family]).tokenizer)
+    assert config_of(folder)["use_dora"]
+    plain = plain_peft(tiny[family], folder)
+    torch.testing.assert_close(logits(plain), logits(model), atol=1e-5, rtol=1e-5)
+    other = trained(tiny[family], replace(settings, dora=False))
+    assert (logits(other) - logits(model)).abs().max() > 0.01
+    again = trained(tiny[family], settings, seed=2)
+    load_adapter(again, folder)
+    assert torch.equal(logits(again), logits(model))
+    with pytest.raises(UserError, match=r"adapter_config.json: use_dora is True, expected False as in this model"):
+        load_adapter(trained(tiny[family], replace(settings, dora=False)), folder)
 
 
 def test_rslora_is_lora_with_alpha_times_the_root_of_the_rank(tiny: dict[str, str]) -> None:

@@ -43,7 +43,7 @@ NAMES = {
 def trained(name: str, targets: list[str], scaling: Any = "standard", **model: Any) -> PeftModel:
     """A model all of whose trainable values are random."""
     head = model.pop("head", language_head())
-    lora = LoraSettings(rank=2, alpha=6.0, targets=targets, scaling=scaling)
+    lora = LoraSettings(rank=2, alpha=6.0, targets=targets, scaling=scaling, dora=model.pop("dora", False))
     adapted = attach_lora(load_backbone(ModelSettings(name=name, **model), head), lora)
     rng = torch.Generator().manual_seed(1)
     for path in trainable_names(adapted):
@@ -118,6 +118,13 @@ def test_rslora_adds_as_much_as_lora_with_its_scale(tmp_path: Path, family: str,
     assert standard.keys() == stabilised.keys()
     for weight, change in standard.items():
         np.testing.assert_allclose(stabilised[weight], 2**0.5 * change, rtol=1e-5, atol=1e-7)
+
+
+def test_dora_is_refused(tmp_path: Path) -> None:
+    model = trained(save_causal(tmp_path / "llama", "llama"), ["query"], dora=True)
+    with pytest.raises(UserError, match=r"--gguf: the adapter is DoRA's, which llama.cpp cannot apply"):
+        save_gguf_adapter(model, tmp_path / "adapter.gguf", "mine")
+    assert not (tmp_path / "adapter.gguf").exists()
 
 
 def test_it_fits_the_weights_of_the_base_that_is_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

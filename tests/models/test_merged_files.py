@@ -23,10 +23,12 @@ ROLES = [["query", "value"], ["key", "output"], ["mlp"], ["all-linear"]]
 HEAD = sequence_head(3, label_names=["no", "yes", "perhaps"])
 
 
-def trained(name: str, roles: list[str], scaling: str = "standard", **model: str) -> tuple[PeftModel, object]:
+def trained(
+    name: str, roles: list[str], scaling: str = "standard", dora: bool = False, **model: str
+) -> tuple[PeftModel, object]:
     """A model all of whose trainable values are random, and its tokenizer."""
     backbone = load_backbone(ModelSettings(name=name, **model), HEAD)
-    adapted = attach_lora(backbone, LoraSettings(rank=2, alpha=6.0, targets=roles, scaling=scaling))
+    adapted = attach_lora(backbone, LoraSettings(rank=2, alpha=6.0, targets=roles, scaling=scaling, dora=dora))
     rng = torch.Generator().manual_seed(1)
     for path in trainable_names(adapted):
         parameter = adapted.get_parameter(path)
@@ -63,6 +65,13 @@ def test_plain_transformers_gives_the_same_logits(tmp_path: Path, family: str, r
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_rslora_is_merged_with_its_scale(tmp_path: Path, family: str) -> None:
     model, _ = trained(save_tiny(tmp_path / "base", family), ["query", "value"], "rslora")
+    before = logits(model)
+    torch.testing.assert_close(logits(merge(model).eval()), before, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_dora_is_merged_with_its_lengths(tmp_path: Path, family: str) -> None:
+    model, _ = trained(save_tiny(tmp_path / "base", family), ["query", "value", "mlp"], dora=True)
     before = logits(model)
     torch.testing.assert_close(logits(merge(model).eval()), before, atol=1e-5, rtol=1e-5)
 

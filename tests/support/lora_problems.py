@@ -30,14 +30,14 @@ def adapted(
 ) -> Any:
     """A tiny PEFT model with three outputs.
 
-    settings: `rate` and `quantize` for ModelSettings' dropout and quantize, `scaling` for LoraSettings; the others
-    change the checkpoint's config.
+    settings: `rate` and `quantize` for ModelSettings' dropout and quantize, `scaling` and `dora` for LoraSettings; the
+    others change the checkpoint's config.
     """
-    scaling = settings.pop("scaling", "standard")
+    kind = {"scaling": settings.pop("scaling", "standard"), "dora": settings.pop("dora", False)}
     model = {"dropout": settings.pop("rate", None), "quantize": settings.pop("quantize", "none")}
     name = save_tiny(folder, family, **settings)
     backbone = load_backbone(ModelSettings(name=name, **model), sequence_head(3))
-    return attach_lora(backbone, LoraSettings(rank=2, alpha=4, scaling=scaling, targets=list(targets), train=train))
+    return attach_lora(backbone, LoraSettings(rank=2, alpha=4, targets=list(targets), train=train, **kind))
 
 
 def tokens_of(lengths: Sequence[int]) -> Tokens:

@@ -18,10 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fedllm.common.errors import UserError
+from fedllm.models.lora import rows_of_weights
 from fedllm.problems.lora.pass_context import PassContext
 from fedllm.problems.lora.ragged_lora import ragged_lora
 
-_ADAPTER_PARTS = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B")
+_ADAPTER_PARTS = (
+    "lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
+)  # fmt: skip
 
 
 class StandIn(nn.Module):
@@ -48,6 +51,7 @@ class StandIn(nn.Module):
 class StackedLora(StandIn, LoraLayer):
     """y = frozen(x) + scale * dropout(x) A' B', with each client's own A and B, or one A for all if A is not trained.
 
+    Under DoRA, y without the bias is multiplied by m / n, see attach_lora; each client has its own m and n.
     name: of the PEFT layer in the model. number: of its dropout among the model's dropout layers.
     """
 
@@ -58,6 +62,7 @@ class StackedLora(StandIn, LoraLayer):
         self.names = (f"{name}.lora_A.{adapter}.weight", f"{name}.lora_B.{adapter}.weight")
         self.scale, self.number = float(original.scaling[adapter]), number
         self.rate = float(getattr(original.lora_dropout[adapter], "p", 0.0))
+        self.lengths = f"{name}.lora_magnitude_vector.{adapter}.weight" if original.lora_magnitude_vector else None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x [rows, L, in] of all clients, one client after the other; returns [rows, L, out].
@@ -65,6 +70,15 @@ class StackedLora(StandIn, LoraLayer):
         Tokens that the model lays end to end, [rows * L, in], give [rows * L, out].
         """
         frozen: Tensor = self.base_layer(x, *args, **kwargs)
+        if self.lengths is None:
+            return self._adapted(x, frozen)
+        bias: Any = self.base_layer.bias
+        if bias is None:
+            return self._lengthened(self._adapted(x, frozen))
+        return self._lengthened(self._adapted(x, frozen - bias)) + bias  # type: ignore[no-any-return]
+
+    def _adapted(self, x: Tensor, frozen: Tensor) -> Tensor:
+        """frozen + scale * dropout(x) A' B'."""
         now = self.context.current
         A, B = self._matrices(now.parameters)
         x = now.by_rows(x)
@@ -78,6 +92,24 @@ class StackedLora(StandIn, LoraLayer):
         # One fused operation: frozen + scale * (h A') B'
         out = torch.baddbmm(out, torch.bmm(h, A.mT).to(out.dtype), B.mT.to(out.dtype), alpha=self.scale)
         return out.view_as(frozen)
+
+    def _lengthened(self, out: Tensor) -> Tensor:
+        """out [..., out] times m / n of each row's client."""
+        now = self.context.current
+        A, B = (matrix.detach().float() for matrix in self._matrices(now.parameters))
+        with torch.no_grad():
+            W = rows_of_weights(self.base_layer)
+            # |w + s b A|^2 of each row w of W and b of B, without the products [C, out, in]
+            squares = W.square().sum(dim=1) + 2 * self.scale * (W @ A.mT * B).sum(dim=2)
+            squares += self.scale**2 * (B @ (A @ A.mT) * B).sum(dim=2)
+        assert self.lengths is not None
+        factors = (now.parameters[self.lengths] / squares.sqrt()).to(out.dtype)
+        packed, flat = now.packed, out.reshape(-1, out.shape[-1])
+        if packed is not None and not packed.equal:
+            length = len(flat) // sum(packed.counts)
+            counts = torch.tensor(packed.counts, device=out.device) * length
+            return (flat * factors.repeat_interleave(counts, dim=0, output_size=len(flat))).view_as(out)
+        return (flat.view(len(factors), -1, out.shape[-1]) * factors[:, None]).view_as(out)
 
     def _matrices(self, parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """A [C, r, in] and B [C, out, r] of the pass's clients."""
@@ -172,6 +204,7 @@ def make_stand_ins(model: nn.Module, trainable: Collection[str], context: PassCo
             lora = StackedLora(module, context, name, dropouts)
             modules.append(lora)
             adapters.update(lora.names)
+            computed.update([lora.lengths] if lora.lengths else [])
             dropouts += 1
         elif isinstance(module, nn.Linear) and f"{name}.weight" in trainable:
             linear = StackedLinear(module, context, name)

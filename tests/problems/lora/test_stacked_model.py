@@ -48,6 +48,9 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"targets": ["all-linear"], "quantize": "4bit"}),
     ("gpt2", {"targets": ["all-linear"], "quantize": "8bit"}),
     ("bert", {"scaling": "rslora"}),
+    ("bert", {"dora": True}),
+    ("gpt2", {"dora": True, "targets": ["query", "value", "mlp"]}),  # its MLP has Conv1D layers
+    ("llama", {"dora": True, "targets": ["all-linear"]}),  # no biases
     ("bert", {"train": "B"}),
     ("gpt2", {"train": "B"}),
     ("llama", {"train": "B", "targets": ["all-linear"], "quantize": "4bit"}),
@@ -56,7 +59,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 def named(family: str, settings: dict[str, Any]) -> str:
     told = filter(None, map(settings.get, ("quantize", "scaling", "train")))
-    return "-".join([family, *settings.get("targets", ()), *told])
+    return "-".join([family, *settings.get("targets", ()), *told, *(["dora"] if "dora" in settings else [])])
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=[named(*each) for each in MODELS])
