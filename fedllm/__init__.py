@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedllm.algorithms import Algorithm, load_algorithm
     from fedllm.common.errors import RunError, UserError
     from fedllm.config.recipe import load_recipe
+    from fedllm.experiment.client_partition import partition_clients
     from fedllm.experiment.evaluate_run import evaluate_run
     from fedllm.experiment.export import export_adapter, export_gguf, export_merged
     from fedllm.experiment.prediction import load_predictor, predict_file
@@ -41,6 +42,7 @@ _HOME = {
     "load_recipe": "config.recipe",
     "run_recipe": "experiment.run",
     "plan_run": "experiment.run",
+    "partition_clients": "experiment.client_partition",
     "sweep": "sweeps.sweep",
     "report": "reporting.report",
     "list_runs": "results.listing",
@@ -70,6 +72,7 @@ __all__ = [
     "load_predictor",
     "load_recipe",
     "load_run",
+    "partition_clients",
     "plan_run",
     "predict_file",
     "push_adapter",

@@ -73,9 +73,10 @@ def _partition(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)  # before torch is loaded
     with importing():
-        from fedllm.cli.client_partition import write_clients
+        from fedllm.experiment.client_partition import write_clients
 
-    return write_clients(recipe, arguments)
+    write_clients(recipe, arguments.out, arguments.draw)
+    return 0
 
 
 def _blocks(arguments: argparse.Namespace) -> int:

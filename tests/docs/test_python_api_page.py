@@ -29,6 +29,7 @@ def test_the_code_of_the_page_runs(tiny: Path, tmp_path: Path, monkeypatch: pyte
     assert {path.name for path in (tmp_path / "runs" / "methods").glob("*-s?")} == {
         "fadamgc-s0", "fadamgc-s1", "localadam-s0", "localadam-s1",
     }  # fmt: skip
+    assert [(tmp_path / "runs" / f"clients.{kind}").is_file() for kind in ("json", "png")] == [True, True]
     assert (tmp_path / "runs" / "short-adapter" / "adapter_config.json").is_file()
 
 

@@ -1,10 +1,9 @@
-"""The command `fedllm partition`: the clients of a recipe, as a partition file and as a picture."""
+"""The clients of a recipe before a run, as a partition file and as a picture."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from fedllm.common.console import say, say_all, stage
 from fedllm.common.errors import UserError
 from fedllm.config.own_files import require_own_files
-from fedllm.config.recipe import Recipe
+from fedllm.config.recipe import Recipe, load_recipe
 from fedllm.data.groups import column_values, value_name
 from fedllm.data.loading import Dataset
 from fedllm.data.partition_file import get_partition, left_out_notes, partition_name, write_partition
@@ -26,26 +25,53 @@ BESIDE = Path()
 """What --draw stands for without a FILE: a .png file beside the partition file."""
 
 
-def write_clients(recipe: Recipe, arguments: argparse.Namespace) -> int:
-    """Writes the partition file, and draws the clients if asked. Clients that a partition file has are drawn alone."""
+@dataclass(frozen=True)
+class ClientPartition:
+    """Who holds which samples. parts: the rows of the training split that each client holds. path: the partition file.
+    picture: None where none was asked for."""
+
+    parts: list[np.ndarray]
+    path: Path
+    picture: Path | None
+
+
+def partition_clients(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+    draw: str | Path | None = None,
+) -> ClientPartition:
+    """Deals out a recipe's training samples and writes who holds which, as `fedllm partition` does.
+
+    path, overrides: see run_recipe. out: the partition file, by default partitions/DATA_SCHEME.json. draw: the picture,
+    .png, .svg or .pdf. A partition file that the recipe names is drawn, and written again only to `out`.
+    Raises UserError for mistakes in the arguments.
+    """
+    recipe = load_recipe(path, overrides)
+    return write_clients(recipe, Path(out) if out else None, Path(draw) if draw else None)
+
+
+def write_clients(recipe: Recipe, out: Path | None, draw: Path | None) -> ClientPartition:
+    """The same for a recipe. draw: BESIDE for a .png beside the partition file."""
     of_file = recipe.partition.file
-    if arguments.draw not in (None, BESIDE):
-        _check_picture(arguments.draw)  # before data are read
+    if draw not in (None, BESIDE):
+        _check_picture(draw)  # before data are read
     require_own_files(recipe)
     with stage(f"reading {recipe.data.name or recipe.data.train}") as progress:
         dataset = read_data(recipe, progress)
     say_all(dataset.notes, dataset.warnings)
     parts = get_partition(recipe.partition, dataset)
     say_all(left_out_notes(recipe.partition, dataset, parts), ())
-    path = arguments.out or Path(of_file or Path("partitions") / partition_name(recipe.partition, dataset))
-    if of_file is None or arguments.out or arguments.draw is None:
+    path = out or Path(of_file or Path("partitions") / partition_name(recipe.partition, dataset))
+    if of_file is None or out or draw is None:
         write_partition(path, parts, recipe.partition, dataset)
     sizes = sorted(map(len, parts))
     say(f"{path}: {len(parts)} clients, {sizes[0]:,} to {sizes[-1]:,} samples, {sum(sizes):,} in all")
-    if arguments.draw is not None:
-        picture = path.with_suffix(".png") if arguments.draw == BESIDE else arguments.draw
-        say(f"drawn in {_draw(recipe, dataset, parts, picture)}")
-    return 0
+    picture = None
+    if draw is not None:
+        picture = _draw(recipe, dataset, parts, path.with_suffix(".png") if draw == BESIDE else draw)
+        say(f"drawn in {picture}")
+    return ClientPartition(parts, path, picture)
 
 
 def _check_picture(path: Path) -> None:
