@@ -7,6 +7,10 @@ python -m benchmarks.uploads.speed --faulty 2 federation.clients_per_round=8
 All sides compute round 1 of the recipe with the same clients, from the same x, in one process, one after the other in
 each repeat. One line per side: seconds of the round and CPU seconds of the process (medians), and the time relative to
 the recipe as it is (median, lowest and highest over the repeats, of CPU seconds, which other work disturbs less).
+
+"outside" are the seconds of the round outside the clients' local steps, where all of these keys work, and "adds" is how
+much longer they are than those of the recipe as it is, in percent of its round (medians). On a machine whose speed
+varies, these say more than the ratio of two whole rounds.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from rich.table import Table
 
@@ -24,6 +30,7 @@ from fedllm import load_recipe
 from fedllm.aggregation.pipeline import Pipeline
 from fedllm.aggregation.settings import MEAN, PLAIN, DownloadsSettings, RobustSettings, UploadsSettings
 from fedllm.common.console import console, say
+from fedllm.common.profiling import Profile, end_round, running
 from fedllm.experiment.build import assemble
 from fedllm.experiment.job import Job
 from fedllm.experiment.records import versions
@@ -32,7 +39,18 @@ from fedllm.federation.sampling import sample
 from fedllm.federation.setup import Setup
 
 BASE = "as it is"
-Times = dict[str, list[tuple[float, float]]]  # side -> (seconds, CPU seconds) of each repeat
+LOCAL = ("data", "forward", "backward", "optimizer")
+
+
+class Taken(NamedTuple):
+    """Seconds of a round: all, of CPU, and outside the clients' local steps."""
+
+    seconds: float
+    cpu: float
+    outside: float
+
+
+Times = dict[str, list[Taken]]  # side -> each repeat
 
 
 def main() -> int:
@@ -76,37 +94,47 @@ def sides(job: Job, faulty: int) -> dict[str, tuple[Setup, Plan]]:
 
 def measure(job: Job, sides: dict[str, tuple[Setup, Plan]], repeats: int) -> Times:
     """The times of all sides. The first round of each is not counted."""
-    info, times = job.info, dict[str, list[tuple[float, float]]]()
+    info, times = job.info, Times()
     clients, tracked = sample(job.recipe.run.seed, 0, info.num_clients, info.sampled, info.tracked)
     for repeat in range(repeats + 1):
         for name, (setup, plan) in sides.items():
             state = start(setup)
-            began = time.perf_counter(), time.process_time()
-            run_round(setup, state, clients, tracked, plan)
-            taken = time.perf_counter() - began[0], time.process_time() - began[1]
+            with TemporaryDirectory() as folder:
+                profile = Profile(Path(folder) / "profile.json", state.x.device)
+                with running(profile):
+                    began = time.process_time()
+                    run_round(setup, state, clients, tracked, plan)
+                    cpu = time.process_time() - began
+                    end_round(1)
+            (line,) = profile.rounds
+            taken = Taken(line["seconds"], cpu, line["seconds"] - sum(line[part] for part in LOCAL))
             if repeat:
                 times.setdefault(name, []).append(taken)
-                say(f"repeat {repeat} of {repeats}, {name}: {taken[0]:.2f} s, {taken[1]:.2f} s of CPU", "dim")
+                say(f"repeat {repeat} of {repeats}, {name}: {taken.seconds:.2f} s, {taken.cpu:.2f} s of CPU", "dim")
     return times
 
 
-def summary(found: list[tuple[float, float]], base: list[tuple[float, float]]) -> dict[str, float]:
+def summary(found: list[Taken], base: list[Taken]) -> dict[str, float]:
     """The medians of a side and its CPU seconds relative to those of the base in the same repeat."""
-    ratios = [mine[1] / theirs[1] for mine, theirs in zip(found, base, strict=True)]
+    ratios = [mine.cpu / theirs.cpu for mine, theirs in zip(found, base, strict=True)]
+    outside, usual = (statistics.median(taken.outside for taken in each) for each in (found, base))
     return {
-        "seconds": statistics.median(seconds for seconds, _ in found),
-        "cpu_seconds": statistics.median(cpu for _, cpu in found),
+        "seconds": statistics.median(taken.seconds for taken in found),
+        "cpu_seconds": statistics.median(taken.cpu for taken in found),
         "ratio": statistics.median(ratios),
         "lowest": min(ratios),
         "highest": max(ratios),
+        "outside": outside,
+        "adds": (outside - usual) / statistics.median(taken.seconds for taken in base),
     }
 
 
 def table(figures: dict[str, dict[str, float]]) -> Table:
-    found = Table("side", "seconds", "CPU seconds", "relative", "range", box=None)
+    found = Table("side", "seconds", "CPU seconds", "relative", "range", "outside, s", "adds", box=None)
     for name, of in figures.items():
         values = [f"{of[key]:.3f}" for key in ("seconds", "cpu_seconds", "ratio")]
-        found.add_row(name, *values, f"{of['lowest']:.3f} to {of['highest']:.3f}")
+        spread = f"{of['lowest']:.3f} to {of['highest']:.3f}"
+        found.add_row(name, *values, spread, f"{of['outside']:.3f}", f"{of['adds']:.2%}")
     return found
 
 

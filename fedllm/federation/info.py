@@ -36,8 +36,8 @@ def round_info(
 ) -> RoundInfo:
     """The facts of the run, as of round 0. turns: see RoundInfo.
 
-    Raises UserError where S or T do not fit the federation or `alg`, or `alg` declares a vector of a length that
-    there is not."""
+    Raises UserError where S or T do not fit the federation or `alg`, or `alg` declares a vector whose length is none
+    of "d", "B" and, in its uploads, "1"."""
     _check_declared(alg)
     blocks = problem.blocks
     if blocks is not None and blocks.dim != problem.dim:

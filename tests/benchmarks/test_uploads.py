@@ -18,7 +18,8 @@ def test_the_costs_of_a_round(tiny: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert speed.main() == 0
     sides = json.loads((tmp_path / "speed.json").read_text())["sides"]
     assert {"as it is", "lora_gap", "uploads.bits=int8", "robust.rule=multi_krum"} <= set(sides)
-    assert all(side["cpu_seconds"] > 0 for side in sides.values())
+    assert all(side["cpu_seconds"] > 0 and 0 < side["outside"] < side["seconds"] for side in sides.values())
+    assert sides["as it is"]["adds"] == 0
 
 
 @pytest.mark.slow
