@@ -98,7 +98,7 @@ class Pipeline:
             raise UserError(why)
         private = _private_mean(settings, algorithm, privacy, draws or seeded(seed))
         if private is not None and robust != MEAN:
-            raise UserError("privacy: found with robust, whose rules no epsilon is known for; leave one of them out")
+            raise UserError("privacy: found with robust: no epsilon is known for its rules; leave one of the two out")
         reduction = private or (WeightedMean if robust == MEAN else partial(RowReduction, robust))
         if settings == PLAIN:
             return cls(reduction=reduction)

@@ -34,7 +34,7 @@ class UploadsSettings:
             if norm is not None and not (norm > 0 and math.isfinite(norm)):
                 raise UserError(f"clip: found {norm}{f' for {name}' if name else ''}, expected a number above 0")
         if isinstance(self.clip, dict) and not self.clip:
-            raise UserError("clip: found no vector's name, expected such as {d: 1.0}, one number, or null")
+            raise UserError("clip: found no norm, expected one number, one per vector such as {d: 1.0}, or null")
 
     def norms(self, algorithm: Algorithm) -> dict[str, float]:
         """The largest norm of each vector that `algorithm` sends, where there is one. Raises UserError for a name that

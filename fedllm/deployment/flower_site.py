@@ -70,7 +70,7 @@ def _refusal(site: Connection, log: str) -> UserError | None:
         return UserError(
             f"{site.server}: the server refuses this site's key {site.key} ({found.group(1)}): it is not in the "
             "server's sites.yaml, another process uses it, or this machine's clock is more than 5 s ahead or 5 min "
-            f"behind; send who runs the server its public key: ssh-keygen -y -f {site.key}"
+            f"behind; send the server's operator its public key: ssh-keygen -y -f {site.key}"
         )
     return None
 
@@ -132,10 +132,11 @@ def _handshake(site: Connection, host: str, port: int, seconds: float) -> None:
 
 def _certificate_fault(site: Connection, why: str) -> str:
     if "expired" in why or "not yet valid" in why:
-        todo = "who runs the server must renew its certificate; check this machine's clock too"
+        todo = "the server's operator must renew its certificate; check this machine's clock too"
     elif "mismatch" in why or "not valid for" in why.lower() or "doesn't match" in why.lower():
         todo = (
-            "the certificate is for another address: connect to the one that it names, or who runs the server renews it"
+            "the certificate is for another address: connect to the one that it names, or ask the server's operator "
+            "for a new one"
         )
     else:
         todo = f"it is not signed by {site.certificate}: another server answers, or the file is of another federation"

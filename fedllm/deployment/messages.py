@@ -210,5 +210,5 @@ def check_broadcast(
     if why := fault(found, expected, travel_dtype(x.dtype, downloads)) or fault(other, beside or {}, x.dtype):
         raise UserError(
             f"broadcast of round {broadcast.round}: {why}; send what Server.broadcast() gives, of a "
-            "Server that was made with this client's info"
+            "Server with this client's info"
         )

@@ -27,12 +27,14 @@ def require_certificate(path: Path) -> None:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     found = context.get_ca_certs()
     if not found:
-        raise UserError(f"{path}: found a certificate that is no authority's, expected the federation's ca.crt")
+        raise UserError(
+            f"{path}: found a certificate of one machine, expected that of the authority, the federation's ca.crt"
+        )
     now = time.time()
     for certificate in found:
         first, last = str(certificate["notBefore"]), str(certificate["notAfter"])
         if now > ssl.cert_time_to_seconds(last):
-            raise UserError(f"{path}: the certificate expired on {last}; ask who runs the server for a new one")
+            raise UserError(f"{path}: the certificate expired on {last}; ask the server's operator for a new one")
         if now < ssl.cert_time_to_seconds(first):
             raise UserError(f"{path}: the certificate is valid from {first}; check this machine's clock")
 

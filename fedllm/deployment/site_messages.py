@@ -99,7 +99,7 @@ class EvaluateOrder:
         """Raises UserError if the bytes are no order. The site checks the tensors' shapes."""
         head, tensors = open_message(data, "evaluate", {"run": is_run, "round": is_count})
         if not {"x"} <= tensors.keys() <= {"x", "buffers"}:
-            raise UserError(f"found tensors {sorted(tensors)}, expected x and, of batch norm, buffers")
+            raise UserError(f"found tensors {sorted(tensors)}, expected x, and buffers where the model has batch norm")
         return cls(head["run"], head["round"], tensors["x"], tensors.get("buffers"))
 
 

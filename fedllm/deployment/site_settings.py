@@ -164,7 +164,7 @@ class SiteSettings:
         if not self.insecure:
             for key, what in (("certificate", "the federation's ca.crt"), ("key", "this site's private key")):
                 if getattr(self, key) is None:
-                    raise UserError(f"{key}: missing; expected {what}, from who runs the server, or insecure: true")
+                    raise UserError(f"{key}: missing; expected {what}, from the server's operator, or insecure: true")
         require_positive_settings(self, "threads")
         if self.threads and self.threads > MOST_THREADS:
             raise UserError(f"threads: found {self.threads}, expected at most {MOST_THREADS}")

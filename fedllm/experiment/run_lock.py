@@ -147,7 +147,7 @@ def run_each_when_free(
             raise
         except (UserError, RunError) as error:
             if isinstance(error, RunInUseError) and not wait:
-                say(f"{error.folder}: another process is at work on it; it comes last", "dim")
+                say(f"{error.folder}: another process is at work on it; its turn comes after the other runs", "dim")
                 busy.append(item)
             elif failed is None:
                 raise

@@ -106,7 +106,7 @@ def _require_tunable(path: Path, recipe: Recipe, overrides: Sequence[str], dry_r
     if dry_run:
         return
     if not path.is_file():
-        raise UserError(f"{path}: is no file that the best can be written into; see what is best with --dry-run")
+        raise UserError(f"{path}: is no recipe file that can be written to; --dry-run shows the best settings")
     _edited(_read(path), {"stacked_clients": 1, "slices": "auto"}, path)
     if not (os.access(path, os.W_OK) and os.access(path.resolve().parent, os.W_OK)):
         raise UserError(f"{path}: cannot be written; make it writable, or see what is best with --dry-run")

@@ -160,7 +160,7 @@ def test_a_certificate_is_the_authoritys_and_valid_now(tmp_path: Path, monkeypat
     monkeypatch.undo()
     (tmp_path / "ca.crt").write_text(SERVER)
     with pytest.raises(
-        UserError, match=r"found a certificate that is no authority's, expected the federation's ca.crt"
+        UserError, match=r"found a certificate of one machine, expected that of the authority, the federation's ca.crt"
     ):
         load_site(path)
     (tmp_path / "ca.crt").write_text(AUTHORITY)

@@ -385,7 +385,7 @@ def test_the_best_cannot_be_written_into_a_pipe(
         assert main(["tune", f"/dev/fd/{reading}"]) == 2
     finally:
         os.close(reading)
-    assert "is no file that the best can be written into; see what is best with --dry-run" in capsys.readouterr().err
+    assert "is no recipe file that can be written to; --dry-run shows the best settings" in capsys.readouterr().err
 
 
 def test_what_one_process_came_down_to_reaches_the_others() -> None:

@@ -135,7 +135,7 @@ def test_rounding_costs_no_accuracy_on_a_quadratic() -> None:
     [
         ({"clip": -1.0}, "clip: found -1.0, expected a number above 0"),
         ({"clip": {"d": 0.0}}, "clip: found 0.0 for d, expected a number above 0"),
-        ({"clip": {}}, "clip: found no vector's name"),
+        ({"clip": {}}, "clip: found no norm"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
