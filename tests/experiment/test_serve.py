@@ -106,7 +106,14 @@ def require_equal(found: RunResult, expected: RunResult, tolerance: float = 1e-6
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "train"),
-    [("fadamgc", "AB"), ("fedadamw", "AB"), ("scaffold", "AB"), ("localadamw", "AB"), ("fadamgc", "turns")],
+    [
+        ("fadamgc", "AB"),
+        ("fedadamw", "AB"),
+        ("scaffold", "AB"),
+        ("localadamw", "AB"),
+        ("moon", "AB"),
+        ("fadamgc", "turns"),
+    ],  # fmt: skip
 )
 def test_a_deployed_run_has_the_numbers_of_the_simulation(
     three: Path, tmp_path: Path, algorithm: str, train: str
