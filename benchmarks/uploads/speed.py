@@ -130,7 +130,7 @@ def summary(found: list[Taken], base: list[Taken]) -> dict[str, float]:
 
 
 def table(figures: dict[str, dict[str, float]]) -> Table:
-    found = Table("side", "seconds", "CPU seconds", "relative", "range", "outside, s", "adds", box=None)
+    found = Table("side", "s", "CPU s", "ratio", "range", "outside", "adds", box=None)
     for name, of in figures.items():
         values = [f"{of[key]:.3f}" for key in ("seconds", "cpu_seconds", "ratio")]
         spread = f"{of['lowest']:.3f} to {of['highest']:.3f}"

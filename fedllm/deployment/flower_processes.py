@@ -112,7 +112,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id, of today's process."""
+        """The process id; another one after a start anew."""
         return self._process.pid
 
     @property
