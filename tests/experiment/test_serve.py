@@ -113,7 +113,7 @@ def require_equal(found: RunResult, expected: RunResult, tolerance: float = 1e-6
         ("localadamw", "AB"),
         ("moon", "AB"),
         ("fadamgc", "turns"),
-    ],  # fmt: skip
+    ],
 )
 def test_a_deployed_run_has_the_numbers_of_the_simulation(
     three: Path, tmp_path: Path, algorithm: str, train: str
