@@ -1,4 +1,4 @@
-"""The interface of what computes the rounds of a run: this machine's clients, or real sites."""
+"""The interface of what computes the rounds of a run: this machine, real sites, or Flower's simulation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RoundSource(Protocol):
-    """What computes the rounds. `training.ThisMachine` and `serve.RealSites` are the two."""
+    """What computes the rounds: training.ThisMachine, serve.RealSites or flower_engine.FlowerSimulation."""
 
     def build(self, recipe: Recipe, cache: ReadCache | None, executor: Executor) -> Job:
         """The job of this process. Raises UserError for a recipe that it cannot run."""

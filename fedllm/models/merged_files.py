@@ -17,7 +17,7 @@ from fedllm.models.structure import SplitQKV, is_language_model
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
-    """The base model with W + s B A in place of W, and with the trained head; `model` is used up. s: see attach_lora.
+    """The base model with its adapted weights (see attach_lora) and with the trained head; `model` is used up.
 
     GPT-2's fused projections, which were taken apart for the adapter, are put together again. All weights have the
     dtype of the base: float32 gives the same outputs up to rounding, bfloat16 rounds the merged weights.

@@ -2,10 +2,9 @@
 
 Outside this room, outputs and targets are tensors with one row per sample, which only a task reads.
 
-A causal language model fits: a sample's targets are the tokens to learn, and `losses` gives the mean over these tokens.
-Its `evaluate` gets four sums per sample as outputs [n, 4] (log-likelihood, tokens, right tokens, all right), for which
-one method is to be added that makes them from a batch's logits before the next batch is computed. Of images, `encode`
-gives pixels in place of tokens.
+Of a causal language model the outputs are four sums per sample [n, 4], over the tokens to learn (see causal_lm): the
+problems compute them, so that no task ever has the logits of all tokens. Of images, `encode` gives pixels in place of
+tokens.
 """
 
 from __future__ import annotations

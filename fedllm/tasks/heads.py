@@ -14,10 +14,10 @@ class Head:
     """Which head a model gets.
 
     auto_class: the name of the transformers class that loads a base model with this head. task_type: PEFT's name of
-    this kind of head, which adapter_config.json repeats. config: keys of the model's config; they replace those of the
-    checkpoint, which may be of another task. classes: the names of the outputs in their order; () if outputs are no
-    classes, so that their names do not say which is which. task_type: None for a kind that PEFT has no name for.
-    image_size: the side of the images of a model that is built by name (models.image_models), None for texts.
+    this kind of head, which adapter_config.json repeats; None for a kind that PEFT has no name for. config: keys of the
+    model's config; they replace those of the checkpoint, which may be of another task. classes: the names of the
+    outputs in their order; () if outputs are no classes, so that their names do not say which is which. image_size: the
+    side of the images of a model that is built by name (models.image_models), None for texts.
     """
 
     auto_class: str
