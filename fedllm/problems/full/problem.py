@@ -246,7 +246,7 @@ class FullProblem(ModelProblem):
         if self.buffers is not None:
             raise UserError(f"{type(self.model.model).__name__}: {NO_BUFFERS}")
         read = self.reader.read(np.array([0]), self.model.start.device)
-        return Representations.of(self.model.model, lambda: self.model.logits(self.model.start, None, read.inputs))
+        return Representations.of(self.model.model, lambda: self.model.outputs(self.model.start, None, read))
 
     def _descend(
         self,

@@ -216,7 +216,7 @@ def test_nothing_of_the_model_changes() -> None:
     assert not model.training
 
 
-@pytest.mark.parametrize("name", algorithm_names())
+@pytest.mark.parametrize("name", [name for name in algorithm_names() if not load_algorithm(name, lr=0.01).contrastive])
 def test_every_algorithm_trains_a_model_with_batch_norm(name: str) -> None:
     problem = full_problem(small_net(), Pixels.draw(12), clients=3)
     algorithm = load_algorithm(name, lr=0.01)
@@ -225,6 +225,12 @@ def test_every_algorithm_trains_a_model_with_batch_norm(name: str) -> None:
     assert torch.isfinite(found.x).all()
     assert not torch.equal(found.x, problem.initial())
     assert not torch.allclose(found.buffers, problem.model.first_buffers)
+
+
+def test_a_contrast_of_a_model_with_batch_norm_is_refused() -> None:
+    problem = full_problem(small_net(), Pixels.draw(12), clients=3)
+    with pytest.raises(UserError, match=r"FullProblem: has running statistics \(batch norm\), .* set model.norm=group"):
+        simulate(load_algorithm("moon", lr=0.01), problem, rounds=1, local_steps=1, progress=False)
 
 
 def test_a_sample_that_the_model_cannot_compute_is_named() -> None:
