@@ -43,8 +43,8 @@ def partition_clients(
 ) -> ClientPartition:
     """Deals out a recipe's training samples and writes who holds which, as `fedllm partition` does.
 
-    path, overrides: see run_recipe. out: the partition file, by default partitions/<data>_<scheme>.json. draw: the picture,
-    .png, .svg or .pdf. A partition file that the recipe names is drawn, and written again only to `out`.
+    path, overrides: see run_recipe. out: the partition file, by default `partitions/<data>_<scheme>.json`. draw: the
+    picture, .png, .svg or .pdf. A partition file that the recipe names is drawn, and written again only to `out`.
     Raises UserError for mistakes in the arguments.
     """
     recipe = load_recipe(path, overrides)
