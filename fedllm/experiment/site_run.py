@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -207,7 +208,7 @@ def site_recipe(told: Announcement, settings: SiteSettings) -> Recipe:
     sections["run"] = {
         **run,
         "device": settings.device,
-        "threads": settings.threads,
+        "threads": settings.threads or _threads_of_environment(),
         "local_hub": None if settings.local_hub is None else str(settings.local_hub),
         "stacked_clients": 1,
         "trackers": [],
@@ -218,6 +219,11 @@ def site_recipe(told: Announcement, settings: SiteSettings) -> Recipe:
     if recipe.local.steps is None:
         raise UserError("the server's recipe: local.steps: missing; sites with epochs would take different steps")
     return recipe
+
+
+def _threads_of_environment() -> int | None:
+    """The threads that OMP_NUM_THREADS gives torch; None where it is not set."""
+    return torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else None
 
 
 _RUN_KEYS = ("seed", "precision", "slices", "gradient_checkpointing")
