@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ from fedllm.experiment.machine import usable_cores
 from fedllm.experiment.session import Session
 from fedllm.experiment.training import ThisMachine
 from fedllm.federation.executor import Executor
-from fedllm.federation.local_training import Progress, Trained, rows_of
+from fedllm.federation.local_training import Progress, Trained, local_steps, rows_of
 from fedllm.federation.rounds import Plan, RoundReport, run_round
+from fedllm.federation.sampling import deal
 from fedllm.federation.setup import BUFFERS, PERSONAL, Setup
 from fedllm.federation.state import FederationState
 
@@ -99,6 +100,7 @@ class FlowerSimulation(ThisMachine):
     def __init__(self) -> None:
         self._clients: _Clients | None = None
         self._inputs: dict[str, str] = {}
+        self._steps: dict[int, int] = {}  # of the round's clients, in the order in which their answers are needed
 
     def build(self, recipe: Recipe, cache: ReadCache | None, executor: Executor) -> Job:
         require_simulable(recipe, executor)
@@ -111,7 +113,9 @@ class FlowerSimulation(ThisMachine):
             self._clients = _Clients(session.job, session.folder / "flower.log")
 
     def train(self, session: Session, clients: Sequence[int], tracked: Sequence[int], plan: Plan) -> RoundReport:
-        plan = replace(plan, trainer=self._train)
+        setup, plan = session.job.setup.at(session.state.round), replace(plan, trainer=self._train)
+        steps = local_steps(setup.problem, clients, setup.info) if clients else {}
+        self._steps = {client: steps[client] for part in deal(steps, plan.parts) for client in part}
         return run_round(session.job.setup, session.state, clients, tracked, plan)
 
     def close(self) -> None:
@@ -130,12 +134,12 @@ class FlowerSimulation(ThisMachine):
     ) -> Trained:
         """What train_together does, by Flower's clients."""
         assert self._clients is not None, "begin starts them"
-        orders = {
-            client: order_bytes(setup, state, client, steps, client in tracked, self._inputs)
-            for client, steps in zip(clients, counts, strict=True)
-        }
-        steps = dict(zip(clients, counts, strict=True))
-        found = self._clients.ask(orders, lambda client: progress(steps[client]))
+
+        def order(client: int) -> bytes:
+            return order_bytes(setup, state, client, self._steps[client], client in tracked, self._inputs)
+
+        coming = list(self._steps)[list(self._steps).index(clients[-1]) + 1 :]
+        found = self._clients.ask(clients, coming, order, lambda client: progress(self._steps[client]))
         rows, _ = rows_of(setup, state.x, clients, counts, tracked)
         answers = [found[client] for client in clients]
         sent, kept, local = (_stack([answer[part] for answer in answers], state) for part in (1, 2, 3))
@@ -157,6 +161,11 @@ class _Clients:
 
     def __init__(self, job: Job, log: Path) -> None:
         self._log, self._seconds, count = log, job.recipe.run.timeout, job.info.num_clients
+        self._threads = job.recipe.run.threads or 1
+        self._cores = None if "RAY_ADDRESS" in os.environ else max(usable_cores(), self._threads)  # None: the cluster's
+        self._ahead = count if self._cores is None else self._cores // self._threads
+        self._asked: dict[str, int] = {}  # request -> client
+        self._found: dict[int, tuple[Any, ...]] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="fedllm-"))  # of mode 0700
         socket = self._folder / "run.sock"
         names = {str(client): client for client in range(count)}
@@ -170,13 +179,12 @@ class _Clients:
             raise
 
     def _start(self, job: Job, socket: Path) -> subprocess.Popen[bytes]:
-        threads = job.recipe.run.threads or 1
         settings = {
             "socket": str(socket),
-            "sections": json.dumps(_client_sections(job.recipe, threads)),
+            "sections": json.dumps(_client_sections(job.recipe, self._threads)),
             "clients": job.info.num_clients,
-            "threads": threads,
-            "cores": None if "RAY_ADDRESS" in os.environ else max(usable_cores(), threads),
+            "threads": self._threads,
+            "cores": self._cores,
         }
         path = self._folder / "settings.json"
         path.write_text(json.dumps(settings), encoding="utf-8")
@@ -205,24 +213,38 @@ class _Clients:
             last = lines[-1] if lines else "it wrote nothing"
             raise RunError(f"Flower's simulation has ended; its log is {self._log} and ends with: {last}")
 
-    def ask(self, orders: dict[int, bytes], done: Any) -> dict[int, tuple[Any, ...]]:
-        """What these clients answer; see read_answer. done(client): called after each of them.
+    def ask(
+        self,
+        clients: Sequence[int],
+        coming: Sequence[int],
+        order: Callable[[int], bytes],
+        done: Callable[[int], None],
+    ) -> dict[int, tuple[Any, ...]]:
+        """What these clients answer; see read_answer. done(client): called after each answer.
+
+        coming: the clients that are needed next, of whom one for each of Ray's processes is asked already, so that no
+        process waits for this one. order(client): its order.
 
         Raises RunError for a client that fails or has not answered after `run.timeout` seconds."""
-        waiting = {self._link.send(client, "train", orders.pop(client), self._seconds): client for client in [*orders]}
-        found: dict[int, tuple[Any, ...]] = {}
-        while waiting:
-            for reply in self._link.replies():
-                client = waiting.pop(reply.request)
+        known = {*self._asked.values(), *self._found}
+        unasked = [client for client in (*clients, *coming) if client not in known]
+        while not self._found.keys() >= set(clients):
+            while unasked and len(self._asked) + len(self._found) < len(clients) + self._ahead:
+                client = unasked.pop(0)
+                self._asked[self._link.send(client, "train", order(client), self._seconds)] = client
+            replies = self._link.replies()
+            for reply in replies:
+                client = self._asked.pop(reply.request)
                 if reply.body is None:
                     raise RunError(f"client {client}: Flower's simulation lost it ({reply.why}); see {self._log}")
                 try:
-                    found[client] = read_answer(reply.body)
+                    self._found[client] = read_answer(reply.body)
                 except UserError as error:
                     raise RunError(f"client {client}: {error}") from error
                 done(client)
-            time.sleep(_POLL)
-        return found
+            if not replies:
+                time.sleep(_POLL)
+        return {client: self._found.pop(client) for client in clients}
 
     def close(self) -> None:
         """Lets Flower and Ray end; kills what is left of them."""

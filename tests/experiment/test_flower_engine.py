@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from adapters import adapter, same_bits
 
 from fedllm import load_recipe, run_recipe
 from fedllm.common.errors import RunError, UserError
+from fedllm.deployment.link import Reply
 from fedllm.experiment import flower_engine
 from fedllm.experiment.flower_client import _job, read_answer, train_order
 from fedllm.experiment.job import Job
@@ -26,11 +28,11 @@ class HereClients:
     def __init__(self, job: Job, log: Path) -> None:
         self.sections = flower_engine.json.dumps(flower_engine._client_sections(job.recipe, 1))
 
-    def ask(self, orders: dict[int, bytes], done: Any) -> dict[int, tuple[Any, ...]]:
+    def ask(self, clients: Sequence[int], coming: Sequence[int], order: Any, done: Any) -> dict[int, tuple[Any, ...]]:
         found = {}
-        for client, body in orders.items():
+        for client in clients:
             try:
-                found[client] = read_answer(train_order(self.sections, client, body))
+                found[client] = read_answer(train_order(self.sections, client, order(client)))
             except UserError as error:
                 raise RunError(f"client {client}: {error}") from error
             done(client)
@@ -107,6 +109,44 @@ def test_without_flower_the_error_names_the_command(
     monkeypatch.setenv("FEDLLM_FLOWER_SIMULATION", str(tmp_path / "python"))
     with pytest.raises(UserError, match="run: make flower-simulation"):
         dry_run(load_recipe(tiny / "recipe.yaml", FLOWER))
+
+
+class CountingLink:
+    """Answers the request that has waited longest. most: the largest number of requests that waited."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.waiting: list[int] = []
+        self.most = 0
+
+    def send(self, site: int, kind: str, body: bytes, seconds: float) -> str:
+        self.sent.append(site)
+        self.waiting.append(site)
+        self.most = max(self.most, len(self.waiting))
+        return str(site)
+
+    def replies(self) -> list[Reply]:
+        site = self.waiting.pop(0)
+        return [Reply(str(site), site, b"%d" % site)]
+
+
+@pytest.mark.parametrize("stacked", [1, 3])
+def test_clients_are_asked_ahead_so_that_no_process_waits(monkeypatch: pytest.MonkeyPatch, stacked: int) -> None:
+    monkeypatch.setattr(flower_engine, "read_answer", lambda body: (int(body),))
+    clients = object.__new__(flower_engine._Clients)
+    link = CountingLink()
+    clients._link, clients._ahead, clients._seconds = link, 2, 1.0  # type: ignore[assignment]
+    clients._asked, clients._found = {}, {}
+    order = [7, 3, 5, 0, 6, 1, 4, 2]
+    seen: list[int] = []
+    for place in range(0, len(order), stacked):
+        some = order[place : place + stacked]
+        found = clients.ask(some, order[place + stacked :], lambda client: b"", seen.append)
+        assert found == {client: (client,) for client in some}
+    assert link.sent == seen == order
+    assert link.most == stacked + 2
+    assert not clients._asked
+    assert not clients._found
 
 
 @pytest.mark.long
