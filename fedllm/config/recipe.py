@@ -27,6 +27,7 @@ from fedllm.config.settings import (
     LocalSettings,
     RunSettings,
 )
+from fedllm.config.shipped_recipes import find_recipe
 from fedllm.config.trained_weights import misfit_of_weights
 from fedllm.config.yaml_layers import KeyRules, read_layers, require_keys_of_no_null
 from fedllm.data.settings import OF_CONVERSATIONS, DataSettings, PartitionSettings
@@ -212,11 +213,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     A file may say `extends: other.yaml` (beside it) and give only what differs. Layers are merged section by section
     and key by key; null returns a key to its default. A recipe may list `algorithms:`, the settings that each algorithm
-    has in it. `algorithm: fedavg` is short for `algorithm: {name: fedavg}`. A setting of the algorithm is the one given
+    has in it. Where there is no file recipes/NAME.yaml, the one that is installed with fedllm is read.
+    `algorithm: fedavg` is short for `algorithm: {name: fedavg}`. A setting of the algorithm is the one given
     with its name, or else the one listed, or else the one that lower layers gave for another algorithm.
     Raises UserError naming file, key, what was found and what was expected, before any model is loaded.
     """
-    path = Path(path)
+    path = Path(find_recipe(str(path)))
     try:
         layers = read_layers(path, overrides, KeyRules(ALIASES, RIVALS))
         require_keys_of_no_null(layers, ("lora",))

@@ -13,6 +13,7 @@ from typing import Any
 from fedllm.common.errors import UserError
 from fedllm.common.schema import build, nearest, setting
 from fedllm.config.recipe import Recipe, load_recipe
+from fedllm.config.shipped_recipes import find_recipe
 from fedllm.config.yaml_layers import parse_yaml, without_private
 from fedllm.results.format import LOSS
 from fedllm.results.names import setting_text
@@ -72,7 +73,7 @@ class Cell:
 
 def load_grid(path: str | Path) -> Grid:
     """The grid in a YAML file. Raises UserError naming file, key, what was found and what was expected."""
-    path = Path(path)
+    path = Path(find_recipe(str(path)))
     try:
         values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from fedllm import load_recipe
 from fedllm.cli import main
 from fedllm.common.errors import UserError
 from fedllm.config.shipped_recipes import find_recipe, find_recipes_folder, require_own, shipped_recipes
+from fedllm.sweeps.grid import load_grid
 
 
 def test_an_installed_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,6 +18,14 @@ def test_an_installed_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: p
     for name in ("quickstart.yaml", "sweeps/fedadamw_alpha.yaml"):
         assert find_recipe(f"recipes/{name}") == str(shipped_recipes() / name)
     assert find_recipes_folder(Path("recipes")) == shipped_recipes()
+
+
+def test_the_python_api_finds_an_installed_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("recipes/quickstart.yaml").name == "quickstart"
+    assert load_grid("recipes/sweeps/fedadamw_alpha.yaml")
+    with pytest.raises(UserError, match=r"^recipes/none\.yaml: "):
+        load_recipe("recipes/none.yaml")
 
 
 def test_a_users_own_file_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

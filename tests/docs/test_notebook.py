@@ -15,15 +15,15 @@ def test_the_notebook_runs_from_a_clean_kernel(tiny: Path, tmp_path: Path) -> No
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     shorter = {
-        'REPOSITORY / "recipes" / "quickstart.yaml"': f'Path("{tiny / "recipe.yaml"}")',
-        'REPOSITORY / "runs" / "notebook"': f'Path("{tmp_path / "runs"}")',
+        '"recipes/quickstart.yaml"': f'"{tiny / "recipe.yaml"}"',
+        'Path("runs/notebook")': f'Path("{tmp_path / "runs"}")',
         "ROUNDS = 6": "ROUNDS = 2",
     }
     for cell in notebook.cells:
         for long, short in shorter.items():
             cell.source = cell.source.replace(long, short)
     assert all(any(short in cell.source for cell in notebook.cells) for short in shorter.values())
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(REPO / "examples")}}).execute()
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
     printed = "".join(output.get("text", "") for output in outputs)
