@@ -26,7 +26,7 @@ from fedllm.deployment.flower_server import FlowerServer
 from fedllm.deployment.flower_site import site_socket, start_node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-CUT = 8.0  # seconds of a cut network
+CUT = 60.0  # seconds of a cut network
 
 
 class Answers:
