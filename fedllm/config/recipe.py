@@ -213,8 +213,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     A file may say `extends: other.yaml` (beside it) and give only what differs. Layers are merged section by section
     and key by key; null returns a key to its default. A recipe may list `algorithms:`, the settings that each algorithm
-    has in it. Where there is no file recipes/NAME.yaml, the one that is installed with fedllm is read.
-    `algorithm: fedavg` is short for `algorithm: {name: fedavg}`. A setting of the algorithm is the one given
+    has in it. Where a path in recipes/ has no file, the recipe of that name that is installed with fedllm is
+    read. `algorithm: fedavg` is short for `algorithm: {name: fedavg}`. A setting of the algorithm is the one given
     with its name, or else the one listed, or else the one that lower layers gave for another algorithm.
     Raises UserError naming file, key, what was found and what was expected, before any model is loaded.
     """

@@ -181,7 +181,7 @@ def test_splits_may_be_of_different_formats(tmp_path):
             '{"text": "a", "label": "x"}\n{"text": "b", "label": "\\ud83d"}',
             ["'label', row 2", "readable text"],
         ),
-        ("t.json", 5000 * "[" + 5000 * "]", ["t.json", "nest too deeply"]),
+        ("t.json", 200_000 * "[" + 200_000 * "]", ["t.json", "nest too deeply"]),
         ("t.jsonl", b'{"text": "\xff"}', ["t.jsonl", "UTF-8", "byte 10"]),
         ("t.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', ["row 2", "'label'", "1 of 2 rows"]),
         ("t.jsonl", '{"text": "a", "label": 1}\n\n{"text": \n', ["t.jsonl", "line 3", "one object per line"]),

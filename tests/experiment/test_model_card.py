@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_it_states_what_the_run_did(finished: RunResult) -> None:
         "| rounds | 3 |",
         "| seed | 3 |",
         "| licence | to be filled in |",
-        f"torch {torch.__version__}",
+        f"torch {version('torch')}",
     ):
         assert said in card
     for name, better in (("accuracy", max), ("macro_f1", max), ("eval_loss", min)):
