@@ -17,8 +17,8 @@ FOLDER = REPO / "docs" / "containers"
 PAGE = (REPO / "docs" / "guides" / "sites" / "containers.md").read_text(encoding="utf-8")
 # Keys of a service in the Compose specification that these files use.
 SERVICE = {
-    "image", "build", "user", "environment", "init", "restart", "stop_grace_period", "cap_drop", "security_opt", "command", "ports",
-    "volumes", "deploy",
+    "image", "build", "user", "environment", "init", "restart", "stop_grace_period", "cap_drop", "security_opt",
+    "command", "ports", "volumes", "deploy",
 }  # fmt: skip
 
 
