@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import ssl
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from flower_federations import PATIENCE, ByHand, Federation, kill, make, until
 from tcp_proxy import Proxy
 
 from fedllm.common.errors import UserError
+from fedllm.deployment import flower_site
 from fedllm.deployment.certificates import write_site_key
 from fedllm.deployment.federation_folder import read_server_folder
 from fedllm.deployment.flower_processes import Child, environment, flower_folder, free_port
@@ -27,6 +29,19 @@ from fedllm.deployment.flower_site import site_socket, start_node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CUT = 60.0  # seconds of a cut network
+# Python runs it in a process whose PYTHONPATH has its folder; certificates are checked by OpenSSL's own clock.
+OTHER_CLOCK = """
+import datetime, os, time
+real, ahead = time.time, float(os.environ["CLOCK_AHEAD"])
+time.time = lambda: real() + ahead
+class Shifted(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return cls.fromtimestamp(time.time(), tz)
+datetime.datetime = Shifted
+"""
+
+Clock = Callable[[float], None]
 
 
 class Answers:
@@ -188,6 +203,56 @@ def test_a_network_cut_while_a_site_works_costs_time_alone(two: Federation, answ
         proxy.cut()
         two.sites.nodes["b"] = start_node(site)
     assert two.ask_until_answered(1, "train", b"after") == expected("b", "train", b"after")
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """clock(s): nodes that are started from now on have a clock that is s seconds ahead."""
+    (tmp_path / "sitecustomize.py").write_text(OTHER_CLOCK)
+
+    def set_ahead(seconds: float) -> None:
+        def shifted(home: Path) -> dict[str, str]:
+            found = environment(home)
+            path = os.pathsep.join([str(tmp_path), found["PYTHONPATH"]])
+            return found | {"PYTHONPATH": path, "CLOCK_AHEAD": str(seconds)}
+
+        monkeypatch.setattr(flower_site, "environment", shifted)
+
+    return set_ahead
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ahead", [3.0, -240.0])
+def test_clocks_that_disagree_a_little_change_nothing(two: Federation, ahead: float, clock: Clock) -> None:
+    two.wait_online()
+    two.sites.nodes["b"].end()
+    clock(ahead)
+    node = start_node(two.settings["b"])
+    try:
+        assert two.ask_until_answered(1, "train", b"t") == expected("b", "train", b"t")
+    finally:
+        node.end()
+        clock(0.0)
+        two.sites.nodes["b"] = start_node(two.settings["b"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ahead", [20.0, -400.0])
+def test_a_site_whose_clock_is_wrong_is_refused_and_told(two: Federation, ahead: float, clock: Clock) -> None:
+    two.wait_online()
+    two.sites.nodes["b"].end()
+    clock(ahead)
+    node = start_node(two.settings["b"], admit=3.0)
+    try:
+        until(lambda: node.failure)
+        assert isinstance(node.failure, UserError)
+        assert "this machine's clock is more than 5 s ahead or 5 min behind" in str(node.failure)
+        assert two.ask_until_answered(0, "train", b"u") == expected("a", "train", b"u")
+    finally:
+        node.end()
+        clock(0.0)
+        two.sites.nodes["b"] = start_node(two.settings["b"])
+    assert two.ask_until_answered(1, "train", b"u") == expected("b", "train", b"u")
 
 
 @pytest.mark.long
