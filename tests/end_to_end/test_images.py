@@ -76,7 +76,7 @@ def test_a_run_learns_and_is_resumed_to_the_same_bits(images: Path, tmp_path: Pa
 def test_the_card_of_an_adapter_gives_the_runs_answers(
     images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(images, tmp_path / "run", "federation.rounds=4") == 0
+    assert run(images, tmp_path / "run", "federation.rounds=4", "run.precision=float32") == 0
     assert main(["evaluate", str(tmp_path / "run"), "--out", str(tmp_path / "scores.json")]) == 0
     scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
     assert scores == pytest.approx(json.loads((tmp_path / "run" / "result.json").read_text())["final"], abs=1e-4)

@@ -152,7 +152,9 @@ def test_a_base_that_is_a_gguf_file(
 ) -> None:
     """Oracle 6: the base that the card's code makes of quantization.json gives the same perplexity."""
     if quantize != "none":
-        pytest.importorskip("bitsandbytes")
+        modules = pytest.importorskip("bitsandbytes.nn.modules")
+        # On a CPU with bfloat16 instructions plain bitsandbytes rounds the scales, and fails for a layer of this width.
+        monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = save_gguf(tmp_path / "base" / "tiny.gguf")
     words = [f"model.name={file}", f"model.quantize={quantize}", "federation.rounds=1", "data.max_length=60"]

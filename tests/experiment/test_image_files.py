@@ -42,7 +42,7 @@ partition: {{clients: 2, scheme: iid}}
 algorithm: {{name: localadamw, lr: 3.0e-3}}
 federation: {{rounds: 2}}
 local: {{steps: 4, batch_size: 8}}
-run: {{threads: 1, trackers: []}}
+run: {{threads: 1, precision: float32, trackers: []}}
 """
     (folder / "recipe.yaml").write_text(recipe)
     return run_recipe(folder / "recipe.yaml", run_dir=folder / "run").folder
