@@ -35,7 +35,7 @@ from benchmarks.workload import Plain, Work
 from fedllm.common.console import console, say
 from fedllm.experiment.build import ReadCache
 from fedllm.experiment.records import versions
-from fedllm.problems.lora.attention_mask import NAME, set_attention
+from fedllm.problems.lora.attention import NAME, set_attention
 
 Side = Callable[[], Tensor]
 

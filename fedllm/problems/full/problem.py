@@ -27,7 +27,7 @@ from fedllm.problems.full.plain_model import Mode, PlainModel
 from fedllm.problems.full.samples import Samples
 from fedllm.problems.full.settings import FullSettings
 from fedllm.problems.full.stacked_step import require_stackable, stacked_step
-from fedllm.problems.lora.attention_mask import is_causal
+from fedllm.problems.lora.attention import is_causal
 from fedllm.problems.lora.dropout import row_keys
 from fedllm.problems.lora.evaluation_batches import evaluate, evaluation_batches
 from fedllm.problems.lora.passes import Passes

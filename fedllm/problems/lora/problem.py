@@ -68,8 +68,8 @@ class LoraProblem(ModelProblem):
         exact = self.model.exact
         tolerance = 0.001 if exact else 0.3
         check.compare(padded.outputs_of, tolerance)
-        # Equal rows make batched products of the adapters, which a GPU and bfloat16 want; a CPU rather loops.
-        equal = self.model.start.device.type != "cpu" or settings.autocast is not None or not exact
+        # Equal rows make batched products of the adapters, which a GPU wants; a CPU rather loops, over float32 weights.
+        equal = self.model.start.device.type != "cpu" or not exact
         self._packed = find_packed_rows(padded, equal=equal, tolerance=tolerance)
         self.rows: RowLayout = padded
         self.choose_rows(settings.slices)

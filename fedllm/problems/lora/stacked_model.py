@@ -13,7 +13,7 @@ from fedllm.common.errors import UserError
 from fedllm.models.flat_parameters import ParameterSpace
 from fedllm.models.lora import base_model
 from fedllm.models.quantization import lower
-from fedllm.problems.lora.attention_mask import NAME, is_causal, set_attention
+from fedllm.problems.lora.attention import NAME, is_causal, set_attention
 from fedllm.problems.lora.dropout import Dropout
 from fedllm.problems.lora.learned_tokens import LearnedTokens
 from fedllm.problems.lora.packing import Packed
@@ -26,7 +26,7 @@ class StackedModel:
     """A PEFT model whose trainable layers compute with the parameters of C clients at once.
 
     Modules of stacked_modules.py stand in the places of the LoRA layers, of the trainable Linear layers of the head and
-    of the dropout layers; `readout` says what is read of the rows; attention_mask.py makes the masks. `release` takes
+    of the dropout layers; `readout` says what is read of the rows; attention.py computes the attention. `release` takes
     all of that out again. The model is in eval mode: dropout comes from `keys` alone, and attention probabilities are
     never dropped. The values of the model's own trainable parameters play no part.
 

@@ -86,7 +86,8 @@ class StackedLora(StandIn, LoraLayer):
         if packed is not None and not packed.equal:
             tokens = [count * x.shape[1] for count in packed.counts]
             flat = frozen.reshape(-1, frozen.shape[-1])
-            return ragged_lora(h.flatten(0, 1), flat, A, B, tokens, self.scale).view_as(frozen)
+            h, A, B = (value.to(flat.dtype) for value in (h.flatten(0, 1), A, B))  # DoRA's flat is float32
+            return ragged_lora(h, flat, A, B, tokens, self.scale).view_as(frozen)
         h = h.reshape(len(A), -1, h.shape[-1])
         out = frozen.reshape(len(B), -1, frozen.shape[-1])
         # One fused operation: frozen + scale * (h A') B'

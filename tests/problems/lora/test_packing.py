@@ -159,6 +159,28 @@ def test_packed_rows_give_the_gradients_of_padded_ones(
         torch.testing.assert_close(problem.full_gradient(X[0], clients), full, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_packed_rows_in_bfloat16_are_close_to_float32(tiny: Path, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU clients may differ in rows there too."""
+    monkeypatch.setattr("fedllm.tasks.sequence_classification.tokenize", drawn)
+    settings = ("lora.targets=all-linear", f"lora.dora={str(dora).lower()}", "lora.dropout=0")
+    exact, low = (job(tiny, *settings, f"run.precision={each}").problem for each in ("float32", "bfloat16"))
+    assert isinstance(low.rows, PackedRows)
+    assert not low.rows.equal
+    clients = [0, 2, 3, 7]
+    samples = np.full((4, 16), -1)
+    for row, client in zip(samples, clients, strict=True):
+        batch = low.batches.indices(client, 1, 0)
+        row[: len(batch)] = batch
+    assert not pack(low.rows.tokens, samples, low.rows.format).equal
+    draw = torch.Generator().manual_seed(0)
+    X = exact.initial() + 0.05 * torch.randn(4, exact.dim, generator=draw)
+    (losses, gradients), found = (problem.loss_and_gradient(X, clients, 1, 0) for problem in (exact, low))
+    torch.testing.assert_close(found[0], losses, rtol=0.02, atol=0.02)
+    apart = (found[1] - gradients).norm(dim=1) / gradients.norm(dim=1)
+    assert 0 < float(apart.max()) < 0.05
+
+
 @pytest.mark.parametrize("equal", [False, True])
 def test_a_client_that_diverged_spoils_no_other(tiny: Path, equal: bool) -> None:
     problem = job(tiny).problem

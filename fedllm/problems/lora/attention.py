@@ -1,4 +1,4 @@
-"""Attention masks that are made without reading a value back from the device.
+"""Attention without a value read back from the device for its mask, and on CPUs without slow kernels.
 
 transformers reads every attention mask (`mask.all()`) to find out whether it can do without one. On a GPU, the host
 then waits for all work before it, once per forward. Texts are padded on the right, so that the host knows the answer
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "fedllm_sdpa"
+_LOW = (torch.bfloat16, torch.float16)
 
 
 def set_attention(model: nn.Module, given: str, wanted: str) -> None:
@@ -48,5 +50,22 @@ def _mask(
     return mask
 
 
-AttentionInterface.register(NAME, sdpa_attention_forward)
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' own call of scaled_dot_product_attention; on a CPU in float32, also under autocast.
+
+    There torch's backward pass is several times as slow in bfloat16 as in float32.
+    """
+    if value.device.type != "cpu" or value.dtype not in _LOW:
+        found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return found
+    if attention_mask is not None and attention_mask.is_floating_point():
+        attention_mask = attention_mask.float()
+    with torch.autocast("cpu", enabled=False):
+        out, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
+    return out.to(value.dtype), None
+
+
+AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
