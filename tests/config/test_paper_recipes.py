@@ -184,7 +184,7 @@ def test_every_ablation_has_a_grid_file() -> None:
         "fedadamw_parts", "fedadamw_schedule", "fedadamw_blocks", "fedadamw_forms", "fedadamw_rates", "fadamgc_beta2",
         "fadamgc_tracked", "fadamgc_rates", "dirichlet", "local_steps", "sampling_rate", "gradient_correction",
         "all_algorithms", "sst2_fedadamw_rates", "non_iid_methods", "cifar10_methods", "uploads_bits",
-        "privacy_noise", "privacy_samples", "robust_rules", "lora_train",
+        "privacy_noise", "privacy_samples", "robust_rules", "lora_train", "fedadamw_small",
     }  # fmt: skip
 
 
