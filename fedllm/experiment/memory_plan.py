@@ -17,6 +17,7 @@ from fedllm.federation.costs import row_vectors
 from fedllm.problems.lora.problem import LoraProblem
 
 CPU_PASS = 128 * 2**20  # see pass_bytes
+LOW_TOKENS = 768  # see pass_tokens
 # Peak memory of a pass <= ALWAYS (bytes, for a pass of any size) + WORKING * bytes that autograd stores. The values
 # make this bound larger than all peaks that benchmarks/memory/stacked_clients.py measured.
 WORKING = 1.6
@@ -38,6 +39,16 @@ def pass_bytes(device: torch.device) -> float:
     GPU: a quarter of its memory. This bound is not measured yet.
     """
     return CPU_PASS if device.type == "cpu" else total_memory(device) / 4
+
+
+def pass_tokens(device: torch.device, autocast: torch.dtype | None) -> int:
+    """Tokens that a pass of several clients may have in any case, if they save at most 4 * pass_bytes.
+
+    bfloat16 on a CPU: 768. Products are twice as fast there as in float32, so that what a pass costs apart from them
+    counts twice. SmolLM2-135M, whose 128 MiB are 220 tokens, gains 12 to 18% at 660 and 880 tokens (docs/results.md);
+    MiniLM has more in 128 MiB anyway. Elsewhere 0.
+    """
+    return LOW_TOKENS if device.type == "cpu" and autocast is not None else 0
 
 
 @dataclass(frozen=True)

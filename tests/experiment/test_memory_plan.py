@@ -22,7 +22,15 @@ from fedllm.common.memory import HalvingBatches, available_memory, out_of_memory
 from fedllm.experiment import memory_plan as sizing
 from fedllm.experiment import tune as tuning
 from fedllm.experiment.build import Job, assemble
-from fedllm.experiment.memory_plan import CPU_PASS, Need, choose_stacked_clients, fit, pass_bytes, usable_memory
+from fedllm.experiment.memory_plan import (
+    CPU_PASS,
+    Need,
+    choose_stacked_clients,
+    fit,
+    pass_bytes,
+    pass_tokens,
+    usable_memory,
+)
 from fedllm.federation.info import round_info
 from fedllm.federation.local_training import client_too_large
 from fedllm.federation.partial_round import PartialRound
@@ -185,6 +193,8 @@ def test_the_bound_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "total_memory", lambda device: 80 * 2**30)
     assert pass_bytes(CPU) == CPU_PASS
     assert pass_bytes(GPU) == 20 * 2**30
+    machines = [(CPU, torch.bfloat16), (CPU, None), (GPU, torch.bfloat16)]
+    assert [pass_tokens(*machine) for machine in machines] == [768, 0, 0]
 
 
 @pytest.mark.parametrize(("slices", "packed"), [("auto", True), ("auto", False), ("1", False), ("2", False)])

@@ -36,7 +36,7 @@ class PackedHooks:
         self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         now = self._context.current
-        return None if now.packed is None else ((), {**now.packed.inputs, "attention_mask": now.mask})
+        return None if now.packed is None else ((), {**now.packed.given, "attention_mask": now.mask})
 
     def _read_output(self, backbone: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         output.last_hidden_state = self._read(output.last_hidden_state)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from fedllm.data.tokenization import Tokens, send
 from fedllm.problems.lora.learned_tokens import LearnedTokens
+from fedllm.problems.lora.sample_attention import SampleGroups
 
 # The length of a row at which its attention costs as much as its matrix products: per token and layer, 4 h L operations
 # against 24 h^2, for h = 700.
@@ -47,23 +49,28 @@ class Packed:
     inputs: input_ids, position_ids and, where the tokens have any, token_type_ids [R, L].
     sample, position [R, L]: which of the N samples a token belongs to, -1 for padding, and its place there.
     reads [N]: place of the token that the head reads, among the R * L; of a missing sample any place of its client.
-    counts [C]: rows of each client. causal: a token attends to earlier ones only. learned: the tokens to predict, None
-    where the head reads one token of each sample.
+    sizes [C]: tokens of each client's rows. causal: a token attends to earlier ones only. learned: the tokens to
+    predict, None where the head reads one token of each sample. groups: of all samples in one row without padding,
+    where the clients share the row, one after the other; None elsewhere.
     """
 
     inputs: dict[str, Tensor]
     sample: Tensor
     position: Tensor
     reads: Tensor
-    counts: list[int]
+    sizes: list[int]
     causal: bool
     learned: LearnedTokens | None = None
+    groups: SampleGroups | None = None
 
     def mask(self, dtype: torch.dtype) -> Tensor:
         """What is added to the attention scores [R, 1, L, L]: 0 where a token attends, else -inf.
 
-        Its rows start at multiples of 8 values, as a GPU's attention kernel wants them.
+        Its rows start at multiples of 8 values, as a GPU's attention kernel wants them. With `groups` it is NaN: a model
+        whose attention reads a mask and not the groups then gives outputs that find_format rejects.
         """
+        if self.groups is not None:
+            return torch.full((1, 1, 1, 1), torch.nan, dtype=dtype).expand(1, 1, *2 * self.sample.shape[1:])
         attends = self.sample[:, None, :, None] == self.sample[:, None, None, :]
         if self.causal:
             attends = attends.tril()
@@ -72,16 +79,22 @@ class Packed:
         return aligned[..., :length].masked_fill_(attends, 0.0)
 
     @property
+    def given(self) -> dict[str, Any]:
+        """What the model is called with, but for the mask; its layers pass `groups` on to attention.py."""
+        return self.inputs if self.groups is None else {**self.inputs, "groups": self.groups}
+
+    @property
     def equal(self) -> bool:
-        """Whether every client has the same number of rows."""
-        return len(set(self.counts)) == 1
+        """Whether every client has the same number of tokens."""
+        return len(set(self.sizes)) == 1
 
     def to(self, device: torch.device) -> Packed:
         """The same rows on `device`."""
         inputs = {name: send(value, device) for name, value in self.inputs.items()}
         sample, position, reads = (send(value, device) for value in (self.sample, self.position, self.reads))
         learned = None if self.learned is None else self.learned.to(device)
-        return Packed(inputs, sample, position, reads, self.counts, self.causal, learned)
+        groups = None if self.groups is None else self.groups.to(device)
+        return Packed(inputs, sample, position, reads, self.sizes, self.causal, learned, groups)
 
 
 def pack(
@@ -90,28 +103,36 @@ def pack(
     format: PackedFormat,
     *,
     equal: bool = False,
+    flat: bool = False,
     pad_id: int = 0,
     length: int | None = None,
 ) -> Packed:
     """The samples [C, m] of C clients (-1: none) in as few tokens as first-fit by falling length finds.
 
-    equal: the same number of rows for every client, which costs padding. length: tokens of a row, None for the best.
+    equal: the same number of rows for every client, which costs padding. flat: all in one row instead, without any.
+    length: tokens of a row, None for the best.
     """
-    flat = samples.reshape(-1)
+    each = samples.reshape(-1)
     offsets = tokens.offsets.numpy()
-    lengths = np.where(flat >= 0, offsets[flat + 1] - offsets[flat], 0)
-    row, start, counts, length = _place(lengths.reshape(samples.shape), equal, length)
-    first = (np.cumsum(counts) - counts)[:, None]
-    begin = ((first + row) * length + start).reshape(-1)
-    sample = np.repeat(np.arange(len(flat)), lengths)
+    lengths = np.where(each >= 0, offsets[each + 1] - offsets[each], 0)
+    if flat:
+        sizes, length = lengths.reshape(samples.shape).sum(axis=1), lengths.sum()
+        first = np.repeat(np.cumsum(sizes) - sizes, samples.shape[1])
+        begin = np.where(lengths > 0, np.cumsum(lengths) - lengths, first)
+    else:
+        row, start, counts, length = _place(lengths.reshape(samples.shape), equal, length)
+        first = (np.cumsum(counts) - counts)[:, None]
+        begin, sizes = ((first + row) * length + start).reshape(-1), counts * length
+    total, length = int(sizes.sum()), int(length)
+    sample = np.repeat(np.arange(len(each)), lengths)
     position = np.arange(len(sample)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    place, source = begin[sample] + position, torch.from_numpy(offsets[flat[sample]] + position)
-    ids, last = tokens.input_ids[source], np.zeros(len(flat), np.int64)
+    place, source = begin[sample] + position, torch.from_numpy(offsets[each[sample]] + position)
+    ids, last = tokens.input_ids[source], np.zeros(len(each), np.int64)
     read = (ids != pad_id).numpy()
     np.maximum.at(last, sample[read], position[read])
 
     def laid(values: np.ndarray | Tensor, fill: int = 0) -> Tensor:
-        grid = torch.full((int(counts.sum()) * length,), fill)
+        grid = torch.full((total,), fill)
         grid[torch.from_numpy(place)] = torch.as_tensor(values).long()
         return grid.view(-1, length)
 
@@ -120,8 +141,10 @@ def pack(
     if tokens.token_type_ids is not None:
         inputs["token_type_ids"] = laid(tokens.token_type_ids[source])
     reads = torch.from_numpy(begin + last if format.causal else begin)
-    learned = LearnedTokens.within(tokens, flat, begin)
-    return Packed(inputs, laid(sample, fill=-1), laid(position), reads, counts.tolist(), format.causal, learned)
+    learned = LearnedTokens.within(tokens, each, begin)
+    groups = SampleGroups.of(begin, lengths, format.causal) if flat else None
+    placed = laid(sample, fill=-1), laid(position), reads
+    return Packed(inputs, *placed, sizes.tolist(), format.causal, learned, groups)
 
 
 def _place(lengths: np.ndarray, equal: bool, length: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
@@ -165,13 +188,14 @@ def find_format(
     packed: Callable[[Packed], Tensor],
     tolerance: float,
     pad_id: int = 0,
+    flat: bool = False,
 ) -> PackedFormat | None:
     """The format in which the model gives the same outputs for packed samples as for padded ones; None if there is
     none, or the samples do not distinguish the formats.
 
     padded, packed: outputs [n, L] of samples given as indices [n], and of packed rows of one client. Tried on four
     samples, from the shortest to the longest, in one row at least as long as any: both ways to attend, with positions
-    from 0 or, as RoBERTa has them, after the padding's.
+    from 0 or, as RoBERTa has them, after the padding's. flat: see pack.
     tolerance: of the outputs' difference, relative to the samples' own differences.
     """
     index = tokens.lengths.argsort(stable=True)[torch.linspace(0, len(tokens) - 1, min(4, len(tokens))).long()]
@@ -182,7 +206,7 @@ def find_format(
     tried: list[tuple[float, PackedFormat]] = []
     for format in (PackedFormat(causal, first) for first in firsts for causal in (False, True)):
         with suppress(Exception):  # the model's own code, which may fail in any way
-            found = packed(pack(tokens, index[None].numpy(), format, pad_id=pad_id, length=length))
+            found = packed(pack(tokens, index[None].numpy(), format, flat=flat, pad_id=pad_id, length=length))
             if found.shape == expected.shape:
                 tried.append((float((found - expected).norm()), format))
     if not tried:

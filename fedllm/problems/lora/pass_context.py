@@ -37,7 +37,7 @@ class Pass:
 
         A pass of one sample per row without dropout does not depend on the rows, and gets x as it is.
         """
-        rows = sum(self.packed.counts) if self.packed else self.dropout.rows if self.dropout else 0
+        rows = len(self.packed.sample) if self.packed else self.dropout.rows if self.dropout else 0
         apart = x.dim() == 2 or (x.dim() == 3 and self.packed is None and len(x) != rows)
         return x.reshape(rows, -1, x.shape[-1]) if rows and apart else x
 

@@ -16,9 +16,10 @@ class Passes:
     tokens: float
 
     @classmethod
-    def within(cls, memory: PassMemory, most: float) -> Passes:
-        """Passes whose tokens save at most that many bytes for the backward pass."""
-        return cls(memory, most / memory.token)
+    def within(cls, memory: PassMemory, most: float, tokens: int = 0) -> Passes:
+        """Passes whose tokens save at most `most` bytes for the backward pass; or as many as `tokens` tokens save, if
+        that is more, but at most four times `most`."""
+        return cls(memory, max(most, min(tokens * memory.token, 4 * most)) / memory.token)
 
     def cut(self, sizes: Sequence[int]) -> Iterator[slice]:
         """Slices of neighbouring clients, in order, one per pass. sizes: tokens that each client takes."""

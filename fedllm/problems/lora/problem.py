@@ -29,7 +29,7 @@ from fedllm.problems.lora.memory_probe import measure, measure_checkpointed
 from fedllm.problems.lora.packed_rows import find_packed_rows
 from fedllm.problems.lora.padded_rows import PaddedRows
 from fedllm.problems.lora.passes import Passes
-from fedllm.problems.lora.readout import readout_of
+from fedllm.problems.lora.readout import TokenReadout, readout_of
 from fedllm.problems.lora.row_layout import DropoutKeys, RowLayout
 from fedllm.problems.lora.stacked_model import StackedModel
 from fedllm.problems.model_problem import Losses, ModelProblem
@@ -70,13 +70,15 @@ class LoraProblem(ModelProblem):
         check.compare(padded.outputs_of, tolerance)
         # Equal rows make batched products of the adapters, which a GPU wants; a CPU rather loops, over float32 weights.
         equal = self.model.start.device.type != "cpu" or not exact
-        self._packed = find_packed_rows(padded, equal=equal, tolerance=tolerance)
+        # One row for all saves their padding. A classifier's float32 results keep the bits that they have had in rows.
+        flat = not equal and (settings.autocast is not None or isinstance(readout, TokenReadout))
+        self._packed = find_packed_rows(padded, equal=equal, flat=flat, tolerance=tolerance)
         self.rows: RowLayout = padded
         self.choose_rows(settings.slices)
         self.model.lower(settings.autocast)
         memory = measure_checkpointed(padded) if settings.checkpointing else measure(padded)
         memory = replace(memory, fixed=memory.fixed + readout.workspace)
-        self.passes = Passes.within(memory, settings.pass_bytes)
+        self.passes = Passes.within(memory, settings.pass_bytes, settings.pass_tokens)
         self.eval_cuts = 1
 
     @property

@@ -36,11 +36,11 @@ class Readout(ABC):
         """Gives the model back as it was."""
 
     @abstractmethod
-    def inputs(self, context: PassContext) -> dict[str, Tensor]:
+    def inputs(self, context: PassContext) -> dict[str, Any]:
         """What the model is called with for the packed rows of the pass under way."""
 
     @abstractmethod
-    def outputs(self, inputs: dict[str, Tensor], learned: LearnedTokens | None) -> Tensor:
+    def outputs(self, inputs: dict[str, Any], learned: LearnedTokens | None) -> Tensor:
         """Outputs [N, L] in float32. learned: the tokens to predict, None for a classifier."""
 
     @abstractmethod
@@ -123,13 +123,13 @@ class TokenReadout(Readout):
         self._backbone: nn.Module = getattr(causal, causal.base_model_prefix)
         self.workspace = self._head.workspace
 
-    def inputs(self, context: PassContext) -> dict[str, Tensor]:
+    def inputs(self, context: PassContext) -> dict[str, Any]:
         now = context.current
         assert now.packed is not None
         assert now.mask is not None
-        return {**now.packed.inputs, "attention_mask": now.mask}
+        return {**now.packed.given, "attention_mask": now.mask}
 
-    def outputs(self, inputs: dict[str, Tensor], learned: LearnedTokens | None) -> Tensor:
+    def outputs(self, inputs: dict[str, Any], learned: LearnedTokens | None) -> Tensor:
         assert learned is not None
         hidden = self._backbone(**inputs).last_hidden_state.flatten(0, 1)[learned.places]
         losses, right = self._head.losses(hidden, learned.targets)

@@ -84,10 +84,9 @@ class StackedLora(StandIn, LoraLayer):
         x = now.by_rows(x)
         h, packed = now.drop(x, self.rate, self.number).to(A.dtype), now.packed
         if packed is not None and not packed.equal:
-            tokens = [count * x.shape[1] for count in packed.counts]
             flat = frozen.reshape(-1, frozen.shape[-1])
             h, A, B = (value.to(flat.dtype) for value in (h.flatten(0, 1), A, B))  # DoRA's flat is float32
-            return ragged_lora(h, flat, A, B, tokens, self.scale).view_as(frozen)
+            return ragged_lora(h, flat, A, B, packed.sizes, self.scale).view_as(frozen)
         h = h.reshape(len(A), -1, h.shape[-1])
         out = frozen.reshape(len(B), -1, frozen.shape[-1])
         # One fused operation: frozen + scale * (h A') B'
@@ -107,9 +106,8 @@ class StackedLora(StandIn, LoraLayer):
         factors = (now.parameters[self.lengths] / squares.sqrt()).to(out.dtype)
         packed, flat = now.packed, out.reshape(-1, out.shape[-1])
         if packed is not None and not packed.equal:
-            length = len(flat) // sum(packed.counts)
-            counts = torch.tensor(packed.counts, device=out.device) * length
-            return (flat * factors.repeat_interleave(counts, dim=0, output_size=len(flat))).view_as(out)
+            sizes = torch.tensor(packed.sizes, device=out.device)
+            return (flat * factors.repeat_interleave(sizes, dim=0, output_size=len(flat))).view_as(out)
         return (flat.view(len(factors), -1, out.shape[-1]) * factors[:, None]).view_as(out)
 
     def _matrices(self, parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -39,24 +39,25 @@ def tokens_of(lengths: list[int], types: bool = False) -> Tokens:
 def test_every_sample_lies_whole_and_alone_in_a_row_of_its_client(data: st.DataObject) -> None:
     clients, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=clients * width, max_size=clients * width))
-    causal, equal = data.draw(st.booleans()), data.draw(st.booleans())
+    causal = data.draw(st.booleans())
+    equal, flat = data.draw(st.sampled_from([(False, False), (True, False), (False, True)]))
     tokens = tokens_of(lengths, types=True)
     samples = np.arange(clients * width).reshape(clients, width)
     for client in range(clients):
         samples[client, data.draw(st.integers(1, width)) :] = -1
-    packed = pack(tokens, samples, PackedFormat(causal, first_position=2), equal=equal, pad_id=0)
+    packed = pack(tokens, samples, PackedFormat(causal, first_position=2), equal=equal, flat=flat, pad_id=0)
     ids, length = packed.inputs["input_ids"].flatten(), packed.inputs["input_ids"].shape[1]
-    owners = np.repeat(np.arange(clients), packed.counts)
+    owners = np.repeat(np.arange(clients), packed.sizes)
     for place, sample in enumerate(samples.flatten()):
         if sample < 0:
-            assert owners[packed.reads[place] // length] == place // width
+            assert owners[packed.reads[place]] == place // width
             continue
         begin, end = tokens.offsets[sample : sample + 2].tolist()
         (first,) = (ids == begin + 1).nonzero().flatten().tolist()
         where = slice(first, first + end - begin)
         assert ids[where].tolist() == list(range(begin + 1, end + 1))
         assert first // length == (where.stop - 1) // length
-        assert owners[first // length] == place // width
+        assert owners[first] == place // width
         assert packed.inputs["position_ids"].flatten()[where].tolist() == list(range(2, 2 + end - begin))
         assert packed.position.flatten()[where].tolist() == list(range(end - begin))
         assert torch.equal(packed.inputs["token_type_ids"].flatten()[where], tokens.token_type_ids[begin:end].long())
@@ -64,7 +65,11 @@ def test_every_sample_lies_whole_and_alone_in_a_row_of_its_client(data: st.DataO
         assert packed.reads[place] == (where.stop - 1 if causal else first)
     assert int((ids > 0).sum()) == sum(lengths[sample] for sample in samples.flatten() if sample >= 0)
     assert packed.equal or not equal
-    assert_own_sample_only(packed, ids, causal)
+    if flat:
+        assert packed.inputs["input_ids"].shape == (1, int((ids > 0).sum()))
+        assert packed.mask(torch.float32).isnan().all()
+    else:
+        assert_own_sample_only(packed, ids, causal)
 
 
 def assert_own_sample_only(packed: Packed, ids: torch.Tensor, causal: bool) -> None:
@@ -79,7 +84,7 @@ def assert_own_sample_only(packed: Packed, ids: torch.Tensor, causal: bool) -> N
 def test_short_samples_share_rows() -> None:
     packed = pack(tokens_of([10, 4, 3, 3]), np.arange(4)[None], PackedFormat(False, 0))
     assert packed.inputs["input_ids"].shape == (2, 10)
-    assert packed.counts == [2]
+    assert packed.sizes == [20]
 
 
 @pytest.mark.parametrize("counts", [[3, 1, 4], [2, 2, 2]])
@@ -127,14 +132,14 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("layout", [{"equal": False}, {"equal": True}, {"flat": True}], ids=str)
 @pytest.mark.parametrize(
     ("family", "targets"),
     [*itertools.product(FAMILIES, ["[query, value]", "all-linear"]), ("opt", "mlp"), ("phi3", "all-linear")],
 )
 @pytest.mark.slow
 def test_packed_rows_give_the_gradients_of_padded_ones(
-    tiny: Path, tmp_path: Path, family: str, targets: str, equal: bool, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, family: str, targets: str, layout: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout and clients of unequal batches, in passes of all clients and of one; full gradients too."""
     # Qwen's tokenizer knows no word of the tiny vocabulary.
@@ -144,7 +149,7 @@ def test_packed_rows_give_the_gradients_of_padded_ones(
     padded, packed = job(tiny, *settings, "run.slices=1").problem, job(tiny, *settings).problem
     assert isinstance(packed.rows, PackedRows)
     assert (padded.packed, packed.rows.format) == (False, EXPECTED[family])
-    packed.rows = replace(packed.rows, equal=equal)
+    packed.rows = replace(packed.rows, **layout)
     draw = torch.Generator().manual_seed(0)
     X = padded.initial() + 0.05 * torch.randn(4, padded.dim, generator=draw)
     clients = [0, 2, 3, 7]
@@ -159,13 +164,20 @@ def test_packed_rows_give_the_gradients_of_padded_ones(
         torch.testing.assert_close(problem.full_gradient(X[0], clients), full, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("dora", [False, True])
-def test_packed_rows_in_bfloat16_are_close_to_float32(tiny: Path, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_rows_in_bfloat16_are_close_to_float32(
+    tiny: Path, dora: bool, flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU clients may differ in rows there too."""
     monkeypatch.setattr("fedllm.tasks.sequence_classification.tokenize", drawn)
     settings = ("lora.targets=all-linear", f"lora.dora={str(dora).lower()}", "lora.dropout=0")
     exact, low = (job(tiny, *settings, f"run.precision={each}").problem for each in ("float32", "bfloat16"))
     assert isinstance(low.rows, PackedRows)
+    assert isinstance(exact.rows, PackedRows)
+    assert (low.rows.flat, exact.rows.flat) == (True, False)
+    if not flat:
+        low.rows = replace(low.rows, flat=False)
     assert not low.rows.equal
     clients = [0, 2, 3, 7]
     samples = np.full((4, 16), -1)
@@ -181,11 +193,11 @@ def test_packed_rows_in_bfloat16_are_close_to_float32(tiny: Path, dora: bool, mo
     assert 0 < float(apart.max()) < 0.05
 
 
-@pytest.mark.parametrize("equal", [False, True])
-def test_a_client_that_diverged_spoils_no_other(tiny: Path, equal: bool) -> None:
+@pytest.mark.parametrize("layout", [{"equal": False}, {"equal": True}, {"flat": True}], ids=str)
+def test_a_client_that_diverged_spoils_no_other(tiny: Path, layout: dict[str, bool]) -> None:
     problem = job(tiny).problem
     assert isinstance(problem.rows, PackedRows)
-    problem.rows = replace(problem.rows, equal=equal)
+    problem.rows = replace(problem.rows, **layout)
     X = problem.initial().repeat(3, 1)
     fine = problem.gradient(X, [0, 3, 5], 1, 0)
     X[1] = torch.inf

@@ -33,6 +33,11 @@ def test_the_bound_is_in_tokens_of_the_bytes_that_are_saved() -> None:
     assert list(Passes.within(MEMORY, math.inf).cut([3, 5, 7])) == [slice(0, 3)]
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 25), (20, 25), (60, 60), (1000, 100)])
+def test_a_pass_may_have_so_many_tokens_within_four_times_the_bytes(tokens: int, expected: int) -> None:
+    assert Passes.within(MEMORY, 250.0, tokens).tokens == expected
+
+
 @pytest.mark.parametrize(("most", "largest"), [(1, 30), (39, 30), (40, 40), (60, 60)])
 def test_the_largest_pass(most: int, largest: int) -> None:
     assert Passes(MEMORY, most).largest([10, 30, 20]) == largest

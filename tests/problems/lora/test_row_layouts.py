@@ -90,7 +90,7 @@ def test_packed_rows_are_given_with_the_keys_of_all_samples() -> None:
     (micro,) = rows.micro_batches(BATCHES)
     rows.outputs(torch.zeros(2, 2), micro, keys_of)
     ((given, keys),) = model.given
-    assert given.counts == [2, 1], "7 in one row, 3 and 5 in the next row of 8"
+    assert given.sizes == [16, 8], "7 in one row, 3 and 5 in the next row of 8"
     assert keys.tolist() == [0, 10, 20, 0, 10, 20]
     rows.outputs(torch.zeros(2, 2), micro, None)
     assert model.given[-1][1] is None
@@ -99,5 +99,5 @@ def test_packed_rows_are_given_with_the_keys_of_all_samples() -> None:
 def test_samples_longer_than_the_models_window_are_not_packed() -> None:
     model: Any = Recorder()
     model.model.config = type("Config", (), {"sliding_window": 6})()
-    assert find_packed_rows(padded(model=model), equal=False, tolerance=0.1) is None
+    assert find_packed_rows(padded(model=model), equal=False, flat=False, tolerance=0.1) is None
     assert model.given == []

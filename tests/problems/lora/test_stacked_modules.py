@@ -81,7 +81,9 @@ def test_stacked_lora_of_packed_rows(counts: list[int]) -> None:
     layer, context = lora_layer(nn.Linear(6, 4)), PassContext()
     stacked = StackedLora(layer, context, "layer", number=0)
     A, B, x = normal(CLIENTS, 2, 6), normal(CLIENTS, 4, 2), normal(6, 5, 6)
-    packed = Packed({}, torch.zeros(6, 5), torch.zeros(6, 5), torch.zeros(6), counts, causal=False)
+    packed = Packed(
+        {}, torch.zeros(6, 5), torch.zeros(6, 5), torch.zeros(6), [5 * count for count in counts], causal=False
+    )
     with context.run(Pass(dict(zip(stacked.names, (A, B), strict=True)), packed=packed)):
         found = stacked(x)
     parts = zip(x.split(counts), A, B, strict=True)
@@ -111,7 +113,10 @@ def test_tokens_laid_end_to_end_are_computed_as_in_rows(counts: list[int] | None
     keys, packed, where = torch.arange(6, dtype=torch.int32), None, ()
     if counts is not None:
         sample, position = torch.arange(6)[:, None].expand(6, 5), torch.arange(5).expand(6, 5)
-        packed, where = Packed({}, sample, position, torch.zeros(6), counts, causal=False), (sample, position)
+        packed, where = (
+            Packed({}, sample, position, torch.zeros(6), [5 * count for count in counts], causal=False),
+            (sample, position),
+        )
     found = []
     for tokens in (x, x.flatten(0, 1)):
         dropout = Dropout(keys, 1, *where) if drops else None
