@@ -57,7 +57,10 @@ class FAdamGC(Algorithm):
     """
 
     aliases: ClassVar = ("fadamgt", "fedit_adamgt", "fedit_adamgc")
-    paper: ClassVar = "Gradient Correction in Federated Learning with Adaptive Optimization, Alg. 1 and App. J"
+    paper: ClassVar = (
+        "Gradient Correction in Federated Learning with Adaptive Optimization, Alg. 1 and App. J; "
+        "Parameter Tracking in Federated Learning with Adaptive Optimization, FAdamGT"
+    )
     moment: ClassVar = "v"
 
     betas: tuple[float, float] = setting((0.9, 0.99), "decay of the two moments", symbol="b1, b2")

@@ -44,7 +44,9 @@ class FedAdamW(Algorithm):
     code decays, as AdamW does. *choice*: the second moment, which is carried over, is corrected by the step of the
     whole run, t' (Alg. 2, line 12), and the first, which starts anew, by k; `bias_time: global` uses t' for both, as
     the authors' code does. *choice*: K in t' is the most steps that a client takes, so that t' is the same for all
-    clients. *choice*: K eta is the mean of the clients' sums of rates, where they take unequal steps.
+    clients. *choice*: K eta is the mean of the clients' sums of rates, where they take unequal steps. *choice*: the
+    blocks are the partition of App. D, Alg. 3; D.2 has one block a module and D.3, for the paper's RoBERTa, one a
+    tensor (`blocks: tensor`).
 
     `form: alg3` has b1 = 0, no decay, and x_i -= eta (alpha g/(sqrt(vh)+eps) + (1-alpha) Delta); its gamma is eta_g K
     eta. Ablations of Table 4: `aggregate_v: false` (v = 0 at the start of each round, corrected by k), `alpha: 0` (no
@@ -52,7 +54,10 @@ class FedAdamW(Algorithm):
     """
 
     aliases: ClassVar = ("fedit_fedadamw",)
-    paper: ClassVar = "FedAdamW: A Communication-Efficient Optimizer for Federated Large Models, Alg. 2 and Alg. 3"
+    paper: ClassVar = (
+        "FedAdamW: A Communication-Efficient Optimizer with Convergence and Generalization Guarantees "
+        "for Federated Large Models, Alg. 2 and Alg. 3"
+    )
     derivable: ClassVar = ("Delta",)
     moment: ClassVar = "v"
     nonnegative: ClassVar = ("vbar",)

@@ -44,7 +44,10 @@ class LocalAdamW(Algorithm):
     """
 
     aliases: ClassVar = ("fedit_adamw", "local_adamw")
-    paper: ClassVar = "FedAdamW: A Communication-Efficient Optimizer for Federated Large Models, Alg. 1 and Table 7"
+    paper: ClassVar = (
+        "FedAdamW: A Communication-Efficient Optimizer with Convergence and Generalization Guarantees "
+        "for Federated Large Models, Alg. 1 and Table 7"
+    )
     moment: ClassVar = "v"
     nonnegative: ClassVar = ("v",)
 

@@ -18,13 +18,13 @@ from fedllm.common.console import console, table_width
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replace_text
 from fedllm.reporting.groups import Group
-from fedllm.reporting.quantities import NONE, ROUNDS_TO_TARGET, Quantity, costs_to_target, mean_and_deviation
+from fedllm.reporting.quantities import NONE, ROUNDS_TO_TARGET, Quantity, ToTarget, costs_to_target, mean_and_deviation
 from fedllm.reporting.text_tables import in_markdown, markdown_table
 from fedllm.results.format import is_number
 from fedllm.results.names import metric_name, printable
 from fedllm.results.run_record import RunRecord
 
-SCORE, ROUNDS, MINUTES = "score", "rounds", "minutes"
+SCORE, ROUNDS, MINUTES, VECTORS, GIB = "score", "rounds", "minutes", "vectors", "GiB"
 AVERAGE = "average"
 TABLE_FILES = ("table.md", "table.csv")
 _ROUNDING = 0.02  # a printed average that is further from the mean of its row is not that mean
@@ -55,7 +55,7 @@ def read_printed(path: Path, quantities: Sequence[str]) -> dict[Place, str]:
 class PaperTableReport:
     """Methods by tasks, two lines per method: ours, and the paper's.
 
-    methods: stable name -> the paper's name. quantities: SCORE, or ROUNDS and MINUTES to the target. runs: the finished
+    methods: stable name -> the paper's name. quantities: SCORE, or costs of reaching the target. runs: the finished
     runs of a method and a task, one per seed. averaged: the tasks of a last column with the average score; () for none.
     """
 
@@ -206,19 +206,26 @@ def _score(run: RunRecord) -> float | None:
     return 100 * value if is_number(value) else None
 
 
-def _minutes(seconds: Callable[[RunRecord], float | None]) -> Callable[[RunRecord], float | None]:
-    def value(run: RunRecord) -> float | None:
-        found = seconds(run)
-        return None if found is None else found / 60
+def _in_units(cost: ToTarget, decimals: int, unit: Callable[[RunRecord], float]) -> ToTarget:
+    """The cost divided by a run's unit."""
 
-    return value
+    def of(value: Callable[[RunRecord], float | None]) -> Callable[[RunRecord], float | None]:
+        def divided(run: RunRecord) -> float | None:
+            found = value(run)
+            return None if found is None else found / unit(run)
+
+        return divided
+
+    return replace(cost, decimals=decimals, value=of(cost.value), whole=of(cost.whole))
 
 
-_, _SECONDS, _ = costs_to_target()
+_, _SECONDS, _VECTORS = costs_to_target()
 _QUANTITIES = {
     SCORE: Quantity(SCORE, SCORE, 2, _score),
     ROUNDS: ROUNDS_TO_TARGET,
-    MINUTES: replace(_SECONDS, decimals=1, value=_minutes(_SECONDS.value), whole=_minutes(_SECONDS.whole)),
+    MINUTES: _in_units(_SECONDS, 1, lambda run: 60),
+    VECTORS: replace(_VECTORS, decimals=1),
+    GIB: _in_units(_VECTORS, 2, lambda run: 2**30 / (4 * run.result["trainable_parameters"])),
 }
 
 

@@ -15,7 +15,6 @@ from fedllm.results.format import is_number, rounds_to, settings_key
 from fedllm.results.names import metric_name, printable, setting_text
 from fedllm.results.run_record import RunRecord
 
-LEAST = 3  # values of a setting that make a line; two are compared in the table
 _TRACKED, _SAMPLED = ("federation", "tracked_per_round"), ("federation", "clients_per_round")
 
 Where = tuple[str, str]  # section and key of a setting
@@ -72,7 +71,7 @@ class Panel:
 
 
 def swept_panels(groups: Sequence[Group]) -> list[Panel]:
-    """The panels of one data set: one for each numeric setting of which at least one line has LEAST values or more.
+    """The panels of one data set: one for each numeric setting that has a line of three values or two lines of two.
 
     A line holds finished groups that are equal but for this setting (and the seed). y is the number of rounds to the
     first target that all groups of the panel have and some seed reached, else the final headline score.
@@ -117,14 +116,17 @@ def _numbered(settings: Settings) -> Settings:
 
 
 def _lines(where: Where, groups: Sequence[Group], settings: Sequence[Settings]) -> list[list[int]]:
-    """The lines over a setting, each with LEAST values or more: indices of their groups, by rising value."""
+    """The lines over a setting: indices of their groups, by rising value. [] for a single line of two values, which the
+    table compares as well."""
     lines: dict[str, list[int]] = {}
     for index, own in enumerate(settings):
         if is_number(_value(own, where)):
             rest = {other: value for other, value in own.items() if other != where}
             lines.setdefault(settings_key(rest | {("", "metric"): groups[index].metric}), []).append(index)
     rising = [sorted(members, key=lambda index: _value(settings[index], where)) for members in lines.values()]
-    return [members for members in rising if len({_value(settings[index], where) for index in members}) >= LEAST]
+    sizes = [len({_value(settings[index], where) for index in members}) for members in rising]
+    found = [members for members, size in zip(rising, sizes, strict=True) if size > 1]
+    return found if len(found) > 1 or max(sizes, default=0) > 2 else []
 
 
 def _value(settings: Settings, where: Where) -> Any:

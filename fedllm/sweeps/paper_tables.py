@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from fedllm.algorithms import canonical_name
 
 SMALL, SMALL_IMAGES = "minilm", "cnn"  # the models of --small
+_SCORES, _COSTS = ("score",), ("rounds", "minutes")  # the quantities of reporting/paper_table.py
 ALWAYS_THERE = ("bbcnews",)  # a task of every small table of language: a Python package has its texts
 
 
@@ -15,12 +16,12 @@ ALWAYS_THERE = ("bbcnews",)  # a task of every small table of language: a Python
 class PaperTable:
     """One table: a row per method, a column per task.
 
-    methods: stable name -> the name that the paper prints. model: the paper's, so that recipes/<task>_<model>.yaml is a
-    run. small: the same part of the file name for --small. to_target: whether the paper prints rounds (and minutes) to
-    a target; else it prints scores. trials: the runs that the paper averages. small_model: the model of --small.
-    more: tasks that the small table has beside the paper's. average: whether the paper prints the mean of the tasks.
-    variants: of a table whose rows are settings, stable name -> the algorithm and its overrides. remark: what to know
-    of the printed numbers.
+    methods: stable name -> the name that the paper prints. model: the paper's, so that recipes/<task>_<model>.yaml
+    is a run. small: the same part of the file name for --small. quantities: what is printed of a cell, a score or
+    the costs of reaching a target. trials: the runs that the paper averages. small_model: the model of --small.
+    more: tasks that the small table has beside the paper's. average: whether the paper prints the mean of the
+    tasks. variants: of a table whose rows are settings, stable name -> the algorithm and its overrides. remark:
+    what to know of the printed numbers.
     """
 
     title: str
@@ -28,13 +29,18 @@ class PaperTable:
     tasks: tuple[str, ...]
     model: str
     small: str
-    to_target: bool
+    quantities: tuple[str, ...]
     trials: int
     small_model: str = SMALL
     more: tuple[str, ...] = ALWAYS_THERE
     average: bool = False
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     remark: str = ""
+
+    @property
+    def to_target(self) -> bool:
+        """Whether the cells are costs of reaching a target."""
+        return self.quantities != _SCORES
 
     def overrides(self, method: str) -> tuple[str, ...]:
         """What makes a task's recipe that of a method, as on the command line."""
@@ -47,9 +53,8 @@ class PaperTable:
 
     def method(self, text: str) -> str:
         """The stable name of a method or variant in the paper's spelling or any other; `text` where it is none."""
-        if self.variants:
-            return next((name for name, printed in self.methods.items() if text in (name, printed)), text)
-        return canonical_name(text)
+        known = {spelling: name for name, printed in self.methods.items() for spelling in (name, printed)}
+        return known.get(text) or canonical_name(text)
 
     @property
     def models(self) -> dict[str, str]:
@@ -82,6 +87,11 @@ _FADAMGC = {
     "fadamgc": "FAdamGC",
 }
 _TRACKING = {"localadam": "FedIT-Adam", "fa_nt": "FedIT-AdamET", "fadamgc": "FedIT-AdamGT"}
+_TRACKING_GPT2 = {
+    "localadam": ("localadam", "algorithm.weight_decay=1e-8"),
+    "fa_nt": ("fa_nt", "algorithm.weight_decay=1e-8"),
+    "fadamgc": ("fadamgc", "algorithm.weight_decay=1e-8", "algorithm.tracking_init=zero"),
+}
 _GLUE = ("cola", "rte", "sst2", "qqp", "mrpc", "qnli", "mnli")
 _GPT2 = ("20news", "qnli", "qqp", "sst2")
 _TRACKING_IMAGES = {
@@ -96,11 +106,18 @@ _CIFAR100 = ("cifar100", "cifar100_dir06")
 _IMAGES = ("cifar10", "cifar100", "tiny_imagenet")
 
 
-def _images(title: str, methods: Mapping[str, str], tasks: tuple[str, ...], model: str, small: str) -> PaperTable:
+def _images(
+    title: str,
+    methods: Mapping[str, str],
+    tasks: tuple[str, ...],
+    model: str,
+    small: str,
+    quantities: tuple[str, ...] = _SCORES,
+) -> PaperTable:
     """A table of image tasks. Its small form has CIFAR-10, whether the paper's has it or not."""
     more = () if "cifar10" in tasks else ("cifar10",)
-    target = small.startswith("gc_")
-    return PaperTable(title, methods, tasks, model, small, target, 4 if target else 5, SMALL_IMAGES, more)
+    trials = 5 if quantities == _SCORES else 4
+    return PaperTable(title, methods, tasks, model, small, quantities, trials, SMALL_IMAGES, more)
 
 
 _PARTS = {
@@ -159,15 +176,28 @@ def _named(variants: Mapping[str, tuple[str, ...]], sign: str) -> dict[str, str]
 
 TABLES = {
     "fedadamw-table3": PaperTable(
-        "FedAdamW paper, Table 3", _FEDADAMW, _GLUE, "roberta", "minilm", False, 5, average=True
+        "FedAdamW paper, Table 3", _FEDADAMW, _GLUE, "roberta", "minilm", _SCORES, 5, average=True
     ),
-    "fadamgc-table2": PaperTable("FAdamGC paper, Table 2", _FADAMGC, _GPT2, "gpt2", "gc_minilm", True, 4),
-    "tracking-table2": PaperTable("Parameter tracking paper, Table 2", _TRACKING, _GPT2, "gpt2", "gc_minilm", True, 4),
+    "fadamgc-table2": PaperTable("FAdamGC paper, Table 2", _FADAMGC, _GPT2, "gpt2", "gc_minilm", _COSTS, 4),
+    "tracking-table2": PaperTable(
+        "Parameter tracking paper, Table 2", _TRACKING, _GPT2, "gpt2", "gc_minilm", _COSTS, 4,
+        variants=_TRACKING_GPT2,
+        remark="Unlike the FAdamGC paper, this one has a weight decay, and tracking starts from 0.",
+    ),
     "fedadamw-table1": _images("FedAdamW paper, Table 1, ResNet-18", _FEDADAMW, _CIFAR100, "resnet18", "cnn"),
     "fedadamw-table1-vit": _images("FedAdamW paper, Table 1, ViT-Tiny", _FEDADAMW, _CIFAR100, "vit_tiny", "cnn"),
     "fedadamw-table2": _images("FedAdamW paper, Table 2", _FEDADAMW, ("cifar100", "tiny_imagenet"), "swin", "cnn"),
-    "fadamgc-table2-images": _images("FAdamGC paper, Table 2, images", _FADAMGC, _IMAGES, "gc_resnet18", "gc_cnn"),
-    "tracking-table1": _images("Parameter tracking paper, Table 1", _TRACKING_IMAGES, _IMAGES, "pt_resnet18", "gc_cnn"),
+    "fadamgc-table2-images": replace(
+        _images("FAdamGC paper, Table 2, images", _FADAMGC, _IMAGES, "gc_resnet18", "gc_cnn", (*_COSTS, "GiB")),
+        remark="GiB, which a client sends and receives, are those of Table 7, which has no PAdaMFed.",
+    ),
+    "tracking-table1": replace(
+        _images(
+            "Parameter tracking paper, Table 1", _TRACKING_IMAGES, _IMAGES, "pt_resnet18", "gc_cnn",
+            ("rounds", "vectors"),
+        ),
+        remark="Vectors are the model-sized vectors that a client sends and receives.",
+    ),
     "fedadamw-table4": _ablation("4", _PART_NAMES, _PARTS),
     "fedadamw-table5": _ablation(
         "5", {name: name.replace("-", " ") for name in _ALPHAS}, _ALPHAS,
@@ -180,7 +210,7 @@ TABLES = {
     "fedadamw-table11": _ablation("11, ResNet-18", _FORM_NAMES, _FORMS, "", "resnet18", _CIFAR100),
     "fedadamw-table11-vit": _ablation("11, ViT-Tiny", _FORM_NAMES, _FORMS, "", "vit_tiny", _CIFAR100),
     "fadamgc-table3": replace(
-        _images("FAdamGC paper, Table 3", _named(_BETAS, "beta2"), _IMAGES, "gc_resnet18", "gc_cnn"),
+        _images("FAdamGC paper, Table 3", _named(_BETAS, "beta2"), _IMAGES, "gc_resnet18", "gc_cnn", _COSTS),
         variants=_BETAS,
         remark="Some printed deviations of minutes repeat those of the rounds.",
     ),

@@ -20,8 +20,6 @@ from fedllm.experiment.stopping import stop_requests
 from fedllm.federation.executor import Executor
 from fedllm.models.sources import check_available
 from fedllm.reporting.paper_table import (
-    MINUTES,
-    ROUNDS,
     SCORE,
     TABLE_FILES,
     PaperTableReport,
@@ -69,7 +67,7 @@ def read_paper(plan: TablePlan) -> Printed:
     table = plan.table
     path = plan.printed / f"{plan.name.replace('-', '_')}.csv"
     if path.is_file():
-        return read_printed(path, (ROUNDS, MINUTES) if table.to_target else (SCORE,))
+        return read_printed(path, table.quantities)
     paths = {method: plan.printed / f"glue_{table.model}_{method}.csv" for method in table.methods}
     columns = {method: Beside.read(path, table.tasks) for method, path in paths.items() if path.is_file()}
     return {(method, task, SCORE): cell for method, column in columns.items() for task, cell in column.cells.items()}
@@ -112,7 +110,7 @@ def _write(plan: TablePlan) -> None:
         caption=f"{table.title}: {plan.model} ({plan.first.model.name})",
         methods=table.methods,
         tasks=plan.tasks,
-        quantities=(ROUNDS, MINUTES) if table.to_target else (SCORE,),
+        quantities=table.quantities,
         runs={cell: [*_finished(plan, cell)] for cell in plan.recipes},
         printed=read_paper(plan),
         averaged=table.tasks if table.average else (),

@@ -86,7 +86,12 @@ def test_departures_from_the_papers_are_marked() -> None:
         "fa_nt": ["eps is added to the root", "clients keep v_i and vhat_i", "K eta is the sum of the rates"],
         "localadam": ["eps is added to the root", "v_i and vhat_i persist"],
         "localadamw": ["the weights decay", "K in t' is the most steps"],
-        "fedadamw": ["the weights decay", "the second moment, which is carried over", "K in t' is the most steps"],
+        "fedadamw": [
+            "the weights decay",
+            "the second moment, which is carried over",
+            "K in t' is the most steps",
+            "the partition of App. D, Alg. 3",
+        ],
         "fedadam": ["no bias correction", "v starts at 0"],
         "fedams": ["the floor holds under both options"],
         "fedlada": ["beta2 is 0.99"],

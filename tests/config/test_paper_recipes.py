@@ -184,7 +184,8 @@ def test_every_ablation_has_a_grid_file() -> None:
         "fedadamw_parts", "fedadamw_schedule", "fedadamw_blocks", "fedadamw_forms", "fedadamw_rates", "fadamgc_beta2",
         "fadamgc_tracked", "fadamgc_rates", "dirichlet", "local_steps", "sampling_rate", "gradient_correction",
         "all_algorithms", "sst2_fedadamw_rates", "non_iid_methods", "cifar10_methods", "uploads_bits",
-        "privacy_noise", "privacy_samples", "robust_rules", "lora_train", "fedadamw_small",
+        "privacy_noise", "privacy_samples", "robust_rules", "lora_train", "fedadamw_small", "fedadamw_pairs",
+        "fedadamw_tables",
     }  # fmt: skip
 
 
@@ -197,7 +198,7 @@ def largest_are_slow(path: Path) -> object:
 @pytest.mark.slow
 def test_every_cell_of_a_grid_file_is_a_recipe_of_its_own(path: Path) -> None:
     grid = load_grid(path)
-    assert re.search(r"(FedAdamW|FAdamGC) paper|docs/results.md", grid.feeds)
+    assert re.search(r"(FedAdamW|FAdamGC) paper|docs/results.md|not a figure of the papers", grid.feeds)
     assert commands(path)
     for command, sweep, name, file, *overrides in commands(path):
         planned = list(cells(grid, overrides))
@@ -219,6 +220,8 @@ def test_every_cell_of_a_grid_file_is_a_recipe_of_its_own(path: Path) -> None:
         ("fedadamw_weight_decay", "algorithm.weight_decay", [0.0005, 0.001, 0.005, 0.01, 0.02]),
         ("fadamgc_tracked", "federation.tracked_per_round", [1, 5, 10, 25, 50]),
         ("local_steps", "local.steps", [10, 60]),
+        ("dirichlet", "partition.alpha", [0.1, 0.3, 0.5, 1]),
+        ("sampling_rate", "federation.clients_per_round", [5, 10, 20, 50]),
     ],
 )
 def test_the_values_of_the_papers_ablations(name: str, key: str, values: list[Any]) -> None:
@@ -255,6 +258,23 @@ def test_the_methods_of_the_papers_ablations() -> None:
     assert tracked == {"rmsprop": 0, "rmsprop_corrected": None, "adamw": 0, "adamw_corrected": None}
     decays = {case: settings.get("algorithm.weight_decay", 0) > 0 for case, settings in correction_cases().items()}
     assert decays == {"rmsprop": False, "rmsprop_corrected": False, "adamw": True, "adamw_corrected": True}
+
+
+def test_the_three_forms_of_table_11() -> None:
+    forms = grid_of("fedadamw_forms").cases
+    assert forms == {
+        "localadamw": {"algorithm": "localadamw"},
+        "algorithm3": {"algorithm": {"name": "fedadamw", "form": "alg3"}},
+        "algorithm2": {"algorithm": {"name": "fedadamw", "form": "alg2"}},
+    }
+
+
+@pytest.mark.parametrize("name", ["dirichlet", "fadamgc_tracked", "local_steps", "fadamgc_rates"])
+def test_a_figure_of_image_tasks_has_a_command_for_images(name: str) -> None:
+    """GC Figs. 3, 4 and 9, App. F and Table 4 are of ResNet-18."""
+    assert "recipes/cifar10_gc_resnet18.yaml" in {
+        command[2] for command in commands(REPO / f"recipes/sweeps/{name}.yaml")
+    }
 
 
 def beta2_cases() -> dict[str, dict[str, Any]]:

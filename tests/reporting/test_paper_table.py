@@ -11,7 +11,16 @@ from made_runs import make_run
 from repository import REPO
 from rich.console import Console
 
-from fedllm.reporting.paper_table import AVERAGE, MINUTES, ROUNDS, SCORE, PaperTableReport, read_printed
+from fedllm.reporting.paper_table import (
+    AVERAGE,
+    GIB,
+    MINUTES,
+    ROUNDS,
+    SCORE,
+    VECTORS,
+    PaperTableReport,
+    read_printed,
+)
 from fedllm.reporting.score_table import Beside
 from fedllm.results.reader import load_run
 from fedllm.results.run_record import RunRecord
@@ -43,6 +52,15 @@ def test_rounds_and_minutes_to_the_target(tmp_path: Path) -> None:
         ("FedAvg", "ours"), ("FedAvg", "paper"), ("FAdamGC", "ours"), ("FAdamGC", "paper"),
     ]  # fmt: skip
     assert table.all_notes() == ["Ours: mean ± standard deviation; seeds 0, 1."]
+
+
+def test_what_a_client_sends_and_receives_until_the_target(tmp_path: Path) -> None:
+    """3.5 vectors a round, for two rounds, of 2**28 float32 values, which are a GiB."""
+    more = {"vectors_per_round": {"sent": 3.5, "derived": 3.5}, "trainable_parameters": 2**28}
+    runs = {("fadamgc", "sst2"): [run(tmp_path, "a", 0.1, 0.9, 0.9, told=more)]}
+    table = PaperTableReport("caption", METHODS, ("sst2",), (VECTORS, GIB), runs, {})
+    assert table.ours("fadamgc", "sst2", VECTORS) == "7.0"
+    assert table.ours("fadamgc", "sst2", GIB) == "7.00"
 
 
 def test_the_time_before_round_1_counts(tmp_path: Path) -> None:

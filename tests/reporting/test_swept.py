@@ -133,6 +133,23 @@ def test_a_grid_of_two_settings_has_a_panel_for_each(tmp_path: Path) -> None:
     assert list(panels["local.steps"].lines) == [f"fadamgc lr={lr:g}" for lr in (0.001, 0.01, 0.1)]
 
 
+def test_two_values_make_a_line_where_there_are_several(tmp_path: Path) -> None:
+    """As K = 10 and 60 of three methods, or FA-NT at beta2 = 0 and 0.99 beside FAdamGC at four values."""
+    pairs = [(name, steps) for name in ("fadamgc", "localadam") for steps in (10, 60)]
+    folders = [
+        make_run(tmp_path / f"{name}{steps}", f"local.steps={steps}", algorithm=name) for name, steps in pairs
+    ]
+    (panel,) = swept_panels(groups_of(*folders))
+    assert (panel.setting, panel.values, list(panel.lines)) == ("local.steps", [10, 60], ["fadamgc", "localadam"])
+    more = [
+        make_run(tmp_path / f"{name}-{beta}", f"algorithm.betas=[0.9, {beta}]", algorithm=name)
+        for name, betas in {"fadamgc": (0, 0.3, 0.7), "fa_nt": (0, 0.99), "localadam": (0.99,)}.items()
+        for beta in betas
+    ]
+    (panel,) = swept_panels(groups_of(*more))
+    assert {name: len(points) for name, points in panel.lines.items()} == {"fadamgc": 3, "fa_nt": 2}
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -16,7 +16,7 @@ from fedllm import load_recipe
 from fedllm.algorithms import algorithm_names
 from fedllm.cli.commands import main, make_parser
 from fedllm.common.errors import UserError
-from fedllm.reporting.paper_table import MINUTES, ROUNDS, SCORE, read_printed
+from fedllm.reporting.paper_table import GIB, MINUTES, ROUNDS, SCORE, VECTORS, read_printed
 from fedllm.sweeps import table_plan
 from fedllm.sweeps.paper_tables import TABLES
 from fedllm.sweeps.table_plan import TablePlan, parse_seeds, plan_table, small_model
@@ -190,7 +190,8 @@ def test_a_command_of_the_guide_is_a_plan(command: str) -> None:
     arguments = make_parser().parse_args(["suite", *shlex.split(command)])
     model = small_model(TABLES[arguments.name], arguments.small, arguments.model)
     seeds = parse_seeds(arguments.seeds) if arguments.seeds else ()
-    assert plan(arguments.name, model, algorithms=arguments.algorithm, tasks=arguments.task, seeds=seeds).runs()
+    asked = {"algorithms": arguments.algorithm, "tasks": arguments.task, "overrides": arguments.overrides}
+    assert plan(arguments.name, model, **asked, seeds=seeds).runs()
 
 
 def test_the_comments_of_recipes_and_the_makefile_name_tables_that_exist() -> None:
@@ -225,6 +226,40 @@ def test_the_parameter_tracking_papers_columns_are_three_of_the_fadamgc_papers()
     found = read_printed(PAPER / "tracking_table2.csv", (ROUNDS, MINUTES))
     assert set(found) == {(method, task, ROUNDS) for method in TABLES["tracking-table2"].methods for task in GPT2}
     assert all(later[place] == cell for place, cell in found.items())
+
+
+def test_the_parameter_tracking_papers_own_settings() -> None:
+    """It has a weight decay of 1e-8, and its algorithm begins with y_i = 0."""
+    for name in ("tracking-table2", "tracking-table1"):
+        for (method, _), recipe in plan(name).recipes.items():
+            assert recipe.algorithm["weight_decay"] == 1e-8
+            assert method != "fadamgc" or recipe.algorithm["tracking_init"] == "zero"
+    assert plan("tracking-table2", algorithms=["FAdamGT"]).wanted[0][0] == "fadamgc"
+
+
+def test_communication_to_the_target() -> None:
+    """PT Table 1 counts vectors of a client, GC Table 7 GiB, each V(t) times the rounds."""
+    columns = (ROUNDS, VECTORS, GIB)
+    found = {
+        name: read_printed(PAPER / f"{name}.csv", columns) for name in ("tracking_table1", "fadamgc_table2_images")
+    }
+    vectors, volume = found.values()
+    assert vectors["fadamgc", "tiny_imagenet", VECTORS] == "231.9 ± 15.3"
+    assert vectors["fedlada", "cifar100", VECTORS] == ">15000"
+    assert volume["scaffoldm", "cifar100", GIB] == "108.25 ± 9.64"
+    assert ("padamfed", "cifar10", GIB) not in volume
+    for method, moved in {
+        "fedavg": 2,
+        "scaffold": 4,
+        "localadam": 2,
+        "fedlada": 5,
+        "fa_nt": 3.5,
+        "fadamgc": 3.5,
+    }.items():
+        rounds, count = (float(vectors[method, "cifar10", one].split(" ")[0]) for one in (ROUNDS, VECTORS))
+        assert count == pytest.approx(moved * rounds, rel=1e-3)
+    assert TABLES["tracking-table1"].quantities == (ROUNDS, VECTORS)
+    assert TABLES["fadamgc-table2-images"].quantities == (ROUNDS, MINUTES, GIB)
 
 
 @pytest.mark.parametrize("name", [name for name in TABLES if name not in LANGUAGE])

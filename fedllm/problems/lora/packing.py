@@ -66,8 +66,8 @@ class Packed:
     def mask(self, dtype: torch.dtype) -> Tensor:
         """What is added to the attention scores [R, 1, L, L]: 0 where a token attends, else -inf.
 
-        Its rows start at multiples of 8 values, as a GPU's attention kernel wants them. With `groups` it is NaN: a model
-        whose attention reads a mask and not the groups then gives outputs that find_format rejects.
+        Its rows start at multiples of 8 values, as a GPU's attention kernel wants them. With `groups` it is NaN: a
+        model whose attention reads a mask and not the groups then gives outputs that find_format rejects.
         """
         if self.groups is not None:
             return torch.full((1, 1, 1, 1), torch.nan, dtype=dtype).expand(1, 1, *2 * self.sample.shape[1:])
