@@ -8,7 +8,7 @@ from peft import PeftModel
 
 from fedllm.experiment.export_plan import plan_export
 from fedllm.experiment.trained import load_trained
-from fedllm.experiment.trained_files import save_trained
+from fedllm.experiment.trained_files import processor_of, save_trained
 from fedllm.models.gguf_adapter import SUFFIX, require_gguf, save_gguf_adapter
 from fedllm.models.merged_files import require_free, save_merged
 
@@ -25,7 +25,7 @@ def export_adapter(
     """
     plan = plan_export(folder, out, round, best=best)
     run = load_trained(folder, plan.round)
-    return save_trained(run.recipe, run.model, plan.out, run.backbone, run.card())
+    return save_trained(run.recipe, run.model, plan.out, run.backbone, run.task, run.card())
 
 
 def export_merged(
@@ -41,7 +41,7 @@ def export_merged(
     run = load_trained(folder, plan.round)
     assert isinstance(run.model, PeftModel), "plan_export refuses runs without adapters"
     card = run.card(merged=True)
-    return save_merged(run.model, plan.out, run.backbone.tokenizer, card)
+    return save_merged(run.model, plan.out, processor_of(run.backbone, run.task), card)
 
 
 def export_gguf(

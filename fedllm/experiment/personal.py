@@ -41,7 +41,7 @@ def write_personal(job: Job, x: Tensor, buffers: Tensor | None, folder: Path) ->
     ParameterSpace.of(model).scatter(model, x.cpu())
     if buffers is not None:
         write_statistics(model, buffers.cpu())
-    return save_trained(recipe, model, folder / recipe.trained_folder, backbone, None)
+    return save_trained(recipe, model, folder / recipe.trained_folder, backbone, job.task, None)
 
 
 def evaluate_clients(job: Job, state: FederationState, executor: Executor) -> dict[str, Any]:

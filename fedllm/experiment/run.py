@@ -230,7 +230,7 @@ def _write_result(session: Session, compared: dict[str, Any]) -> dict[str, Any]:
     try:
         trained = TrainedOn(session.metrics, session.facts.data, len(job.parts), job.problem.dim)
         card = model_card(job.recipe, job.backbone, job.task, trained)
-        save_trained(job.recipe, job.model, folder / job.recipe.trained_folder, job.backbone, card)
+        save_trained(job.recipe, job.model, folder / job.recipe.trained_folder, job.backbone, job.task, card)
         write_answers(job, session.state.x, folder)
         ended = {"best_by": session.best_by, "ended_by": _ended_by(session)}
         result = run_result(job, session.state, session.metrics, session.facts) | ended | compared

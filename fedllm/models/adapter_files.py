@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fedllm.common.errors import RunError, UserError
 from fedllm.common.files import replaced_folder
+from fedllm.models.image_format import ImageProcessor
 from fedllm.models.lora import PREFIX, head_modules, lora_layers, row_lengths, shortest_suffixes
 from fedllm.models.structure import FUSED, SplitQKV
 
@@ -26,6 +27,9 @@ LABELS = "labels.json"
 QUANTIZATION = "quantization.json"
 BASE_CONFIG = "base_config.json"
 CARD = "README.md"
+Processor = PreTrainedTokenizerBase | ImageProcessor
+"""What turns texts or images into a model's inputs."""
+
 _OF_LOADING = ("dtype", "quantization_config")  # keys of a config that say how the base was loaded here
 
 
@@ -33,7 +37,7 @@ def save_adapter(
     model: PeftModel,
     folder: str | Path,
     base_name: str,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    processor: Processor | None = None,
     card: str | None = None,
 ) -> Path:
     """Writes LoRA and head as a PEFT folder and returns its path.
@@ -41,7 +45,7 @@ def save_adapter(
     base_config.json is the base's config with the number and names of the outputs and the pad token, which an adapter's
     own config has no place for. (A folder with a config.json would be a whole model to transformers.) If the config
     names the outputs, labels.json holds the names (index -> name). A causal language model has neither file. If a
-    tokenizer is given, the folder holds it too.
+    processor is given, the folder holds it too.
     card: the text of README.md; None for a folder without one.
     Plain transformers or PEFT read the folder and give the same outputs. For a sequence classifier:
 
@@ -59,7 +63,7 @@ def save_adapter(
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).exists()):
         raise UserError(f"{folder}: is no adapter ({CONFIG} is not in it), so it is not replaced; name another folder")
     with replaced_folder(folder) as aside:
-        _write(model, aside, base_name, tokenizer, card)
+        _write(model, aside, base_name, processor, card)
     return folder
 
 
@@ -185,9 +189,7 @@ def _split(model: PeftModel, stored: dict[str, Tensor], path: Path) -> dict[str,
     return tensors
 
 
-def _write(
-    model: PeftModel, folder: Path, base_name: str, tokenizer: PreTrainedTokenizerBase | None, card: str | None
-) -> None:
+def _write(model: PeftModel, folder: Path, base_name: str, processor: Processor | None, card: str | None) -> None:
     try:
         save_file(adapter_tensors(model), folder / WEIGHTS, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -198,8 +200,8 @@ def _write(
     if getattr(model.get_base_model(), "is_quantized", False):
         text = json.dumps(model.config.quantization_config.to_dict(), indent=2, sort_keys=True) + "\n"
         (folder / QUANTIZATION).write_text(text, encoding="utf-8")
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)
+    if processor is not None:
+        save_processor(processor, folder)
     if card is not None:
         (folder / CARD).write_text(card, encoding="utf-8")
 
@@ -212,10 +214,10 @@ def _write_head_config(model: PeftModel, folder: Path) -> None:
         (folder / LABELS).write_text(json.dumps(labels, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_processor(processor: Processor, folder: Path) -> None:
     """Raises RunError if it cannot be written, for which the tokenizers library raises a bare Exception."""
     try:
-        tokenizer.save_pretrained(str(folder))
+        processor.save_pretrained(str(folder))
     except Exception as error:
         if type(error) is not Exception:
             raise

@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from fedllm.common.errors import UserError
+from fedllm.common.files import replace_text
 from fedllm.data.known_images import Channels
 from fedllm.data.pixels import ImageFormat
 
 _FILE = "preprocessor_config.json"
 _PATCH = 4  # of models without patches, which then count 64 for an image of 32 x 32
 _SIDE = 32
+_BILINEAR = 2  # PIL.Image.Resampling.BILINEAR, with which data/pixels.py resizes
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """How images become the inputs of a model: resized to `side` x `side`, divided by 255, normalised by channel.
+
+    It is written as transformers' image processor, which reads images in the same way.
+    """
+
+    side: int
+    mean: Channels
+    std: Channels
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes preprocessor_config.json."""
+        settings = {
+            "image_processor_type": "ViTImageProcessor",
+            "do_resize": True,
+            "size": {"height": self.side, "width": self.side},
+            "resample": _BILINEAR,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(self.mean),
+            "image_std": list(self.std),
+        }
+        replace_text(Path(folder) / _FILE, json.dumps(settings, indent=2) + "\n")
 
 
 def image_format(model: PreTrainedModel, folder: Path | None) -> ImageFormat:

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fedllm.common.errors import UserError
 from fedllm.common.files import replaced_folder
 from fedllm.common.quiet import quiet
-from fedllm.models.adapter_files import CARD, save_tokenizer
+from fedllm.models.adapter_files import CARD, Processor, save_processor
 from fedllm.models.structure import SplitQKV, is_language_model
 
 
@@ -43,11 +43,11 @@ def require_free(folder: Path) -> None:
 
 
 def save_merged(
-    model: PeftModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None, card: str | None = None
+    model: PeftModel, folder: str | Path, processor: Processor | None = None, card: str | None = None
 ) -> Path:
     """Merges a model (see `merge`) and writes it as a folder that from_pretrained reads without PEFT; its path.
 
-    tokenizer, card: see save_adapter. The folder appears when it is complete.
+    processor, card: see save_adapter. The folder appears when it is complete.
     Raises UserError for a quantised base or a folder that is not empty, OSError or RunError if it cannot be written.
     """
     folder = Path(folder).expanduser().resolve()
@@ -56,8 +56,8 @@ def save_merged(
     with replaced_folder(folder) as aside:
         with quiet():
             merged.save_pretrained(str(aside))
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, aside)
+        if processor is not None:
+            save_processor(processor, aside)
         if card is not None:
             (aside / CARD).write_text(card, encoding="utf-8")
     return folder

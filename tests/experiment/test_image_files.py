@@ -14,11 +14,14 @@ import pytest
 import torch
 from PIL import Image
 from tiny_images import CLASSES, SIDE, coloured, encoded, save_model, write_folders, write_parquet
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, pipeline
 
-from fedllm import UserError, evaluate_run, load_predictor, predict_file, run_recipe
+from fedllm import UserError, evaluate_run, export_merged, load_predictor, predict_file, run_recipe
 from fedllm.cli.commands import main
 from fedllm.data import image_stream
+from fedllm.models.loading import load_backbone
+from fedllm.models.settings import ModelSettings
+from fedllm.tasks.heads import image_head
 
 COUNT = 12
 
@@ -214,3 +217,32 @@ def test_a_run_on_texts_has_no_images(tiny: Path, tmp_path: Path) -> None:
             call()
     with pytest.raises(UserError, match=r"expected one of \.csv"):
         predict_file(texts, write_folders(tmp_path / "images", 3, 0), tmp_path / "out.csv")
+
+
+def test_the_models_folder_says_how_images_are_read(run: Path, tmp_path: Path) -> None:
+    """So transformers' pipeline gives the run's own answers, and a run that starts from the folder the run's inputs."""
+    images = load_backbone(ModelSettings(name=str(run / "model")), image_head(CLASSES, SIDE)).images
+    assert images is not None
+    assert (images.mean, images.std) == ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    pixels, _ = coloured(COUNT, seed=1)
+    shown = [Image.fromarray(image) for image in pixels.transpose(0, 2, 3, 1)]
+    answers = pipeline("image-classification", str(run / "model"))(shown)
+    for row, answer in zip(expected(run), answers, strict=True):
+        given = {each["label"]: each["score"] for each in answer}
+        assert [given[name] for name in CLASSES] == pytest.approx(row.tolist(), abs=1e-5)
+
+
+def test_a_merged_model_says_how_images_are_read(run: Path, tmp_path: Path) -> None:
+    """Also where the base says nothing: then the data's own mean and deviation, or 0.5, count."""
+    save_model(tmp_path / "vit", "vit")
+    text = (run.parent / "recipe.yaml").read_text()
+    text = text.replace("lora: null", "lora: {rank: 2}").replace(str(run.parent / "vit"), str(tmp_path / "vit"))
+    (tmp_path / "recipe.yaml").write_text(text)
+    adapted = run_recipe(tmp_path / "recipe.yaml", run_dir=tmp_path / "run").folder
+    for folder in (adapted / "adapter", export_merged(adapted)):
+        told = json.loads((folder / "preprocessor_config.json").read_text())
+        assert told["image_mean"] == told["image_std"] == [0.5, 0.5, 0.5]
+        assert told["size"] == {"height": SIDE, "width": SIDE}
+    images = load_backbone(ModelSettings(name=str(adapted / "merged")), image_head(CLASSES, SIDE)).images
+    assert images is not None
+    assert images.mean == (0.5, 0.5, 0.5)

@@ -136,9 +136,7 @@ def test_a_grid_of_two_settings_has_a_panel_for_each(tmp_path: Path) -> None:
 def test_two_values_make_a_line_where_there_are_several(tmp_path: Path) -> None:
     """As K = 10 and 60 of three methods, or FA-NT at beta2 = 0 and 0.99 beside FAdamGC at four values."""
     pairs = [(name, steps) for name in ("fadamgc", "localadam") for steps in (10, 60)]
-    folders = [
-        make_run(tmp_path / f"{name}{steps}", f"local.steps={steps}", algorithm=name) for name, steps in pairs
-    ]
+    folders = [make_run(tmp_path / f"{name}{steps}", f"local.steps={steps}", algorithm=name) for name, steps in pairs]
     (panel,) = swept_panels(groups_of(*folders))
     assert (panel.setting, panel.values, list(panel.lines)) == ("local.steps", [10, 60], ["fadamgc", "localadam"])
     more = [
