@@ -138,5 +138,6 @@ $(SIMULATION): $(RUNTIME) constraints-flower.txt
 $(DEV): $(RUNTIME) $(INSTRUCT) $(FLOWER)
 	@echo "setup: tests and linters"
 	@$(PIP) install -c constraints.txt -e '.[dev,docs,gguf,quant,privacy]'
+	@$(PIP) install -c constraints.txt --no-deps trl
 	@echo "setup: done; try $(BIN)/fedllm doctor"
 	@touch $@

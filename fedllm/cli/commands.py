@@ -104,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="fedllm",
-        description="Federated LoRA fine-tuning.",
+        description="Federated fine-tuning of text classifiers, language models and image classifiers.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -88,7 +88,8 @@ def _find_hub_splits(name: str, known: Known | None, local_hub: str | None) -> R
         found = datasets.load_dataset(*address)
     except Exception as error:  # the library raises many types; the user gets one error
         cause = str(error).partition("\n")[0] or type(error).__name__
-        near = nearest(name, [*KNOWN_DATASETS, *KNOWN_CONVERSATIONS, *KNOWN_IMAGES])
+        known_names = [*KNOWN_DATASETS, *KNOWN_CONVERSATIONS, *KNOWN_IMAGES]
+        near = "" if name in known_names else nearest(name, known_names)
         raise hub.not_found("datasets", name, local_hub, cause + near) from error
 
     def read(split: str) -> Table:

@@ -1,4 +1,7 @@
-"""`fedllm tune`: how many clients together and how many slices are fastest, measured on the recipe's own work."""
+"""`fedllm tune`: how many clients together and how many slices are fastest, measured on the recipe's own work.
+
+With all weights trained there are no slices to choose, and clients are together where torch.func can stack them.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from fedllm.config.recipe import ALIASES, CHOSEN_KEYS, Recipe, load_recipe
 from fedllm.config.yaml_edit import with_keys
 from fedllm.config.yaml_layers import parse_yaml
 from fedllm.experiment.build import build_together, say_notes
+from fedllm.experiment.full_memory import FullNeed
 from fedllm.experiment.job import Job
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.memory_plan import Need, usable_memory
@@ -27,6 +31,8 @@ from fedllm.federation.executor import Executor
 from fedllm.federation.local_training import local_steps, train_part
 from fedllm.federation.sampling import deal, sample
 from fedllm.federation.state import FederationState, blank
+from fedllm.problems.full.problem import FullProblem
+from fedllm.problems.full.stacked_step import require_stackable
 from fedllm.problems.lora.problem import LoraProblem
 
 STEPS = 2  # local steps of each client that are timed
@@ -40,8 +46,9 @@ Slices = int | str
 class Trial:
     """One setting.
 
-    packed: whether rows hold several samples with it. seconds: of each repeat, in which the settings alternate; empty
-    where it was not tried. need: bytes by the estimate. fits: whether memory suffices in every process.
+    packed: whether rows hold several samples with it. plain: whether all weights are trained. seconds: of each repeat,
+    in which the settings alternate; empty where it was not tried. need: bytes by the estimate. fits: whether memory
+    suffices in every process.
     """
 
     stacked_clients: int
@@ -50,10 +57,13 @@ class Trial:
     need: int
     seconds: list[float] = field(default_factory=list)
     fits: bool = True
+    plain: bool = False
 
     @property
     def rows(self) -> str:
         """How the samples are laid out, in words."""
+        if self.plain:
+            return "padded"
         if self.packed:
             return "packed"
         if isinstance(self.slices, str):
@@ -62,7 +72,8 @@ class Trial:
 
 
 def tune(path: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> None:
-    """Measures, prints a table, and writes run.stacked_clients and run.slices into the recipe's file unless `dry_run`.
+    """Measures, prints a table, and writes run.stacked_clients and run.slices into the recipe's file unless `dry_run`;
+    with all weights trained run.stacked_clients alone.
 
     Neither touches more than the rounding of a number. Raises UserError, before anything is measured, for a recipe that
     cannot be tuned.
@@ -73,10 +84,14 @@ def tune(path: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) ->
     say_notes(recipe)
     job = build_together(recipe, None, executor)
     say_all(job.notes, job.dataset.warnings)
+    if isinstance(job.problem, FullProblem):
+        _require_choice(job.problem, path)
     work = Work.of(job, executor)
     *searched, best = search(work, recipe.run.slices)
     console.print(table(searched, best, work))
-    chosen = {"stacked_clients": best.stacked_clients, "slices": best.slices}
+    chosen: dict[str, Slices] = {"stacked_clients": best.stacked_clients}
+    if not best.plain:
+        chosen["slices"] = best.slices
     said = " ".join(f"run.{name}={value}" for name, value in chosen.items())
     machine = f"{job.machine.device.type}, {job.machine.precision}"
     if others := [word for word in overrides if not word.startswith("run.")]:
@@ -94,14 +109,13 @@ def _require_tunable(path: Path, recipe: Recipe, overrides: Sequence[str], dry_r
         section, _, name = word.partition("=")[0].strip().partition(".")
         if section == "run" and ALIASES.get((section, name), name) in CHOSEN_KEYS:
             raise UserError(f"run.{name}: is what tune chooses; leave the override out")
-    if recipe.lora is None:
-        raise UserError(f"{path}: nothing to tune: with lora: null each client's batch is a pass of its own")
     if (path.parent / "metrics.jsonl").is_file():
         raise UserError(f"{path}: is the record of a run, which keeps what it chose; tune the recipe that it came from")
-    if recipe.federation.clients_per_round == 1 and recipe.local.batch_size == 1:
+    if recipe.federation.clients_per_round == 1 and (recipe.local.batch_size == 1 or recipe.lora is None):
+        samples = "all weights trained (lora: null)" if recipe.lora is None else "batches of one sample"
         raise UserError(
-            "nothing to tune: one client per round (federation.clients_per_round) with batches of one sample "
-            "(local.batch_size) can be cut in one way only"
+            f"nothing to tune: one client per round (federation.clients_per_round) with {samples} can be cut in one "
+            f"way only"
         )
     if dry_run:
         return
@@ -110,6 +124,14 @@ def _require_tunable(path: Path, recipe: Recipe, overrides: Sequence[str], dry_r
     _edited(_read(path), {"stacked_clients": 1, "slices": "auto"}, path)
     if not (os.access(path, os.W_OK) and os.access(path.resolve().parent, os.W_OK)):
         raise UserError(f"{path}: cannot be written; make it writable, or see what is best with --dry-run")
+
+
+def _require_choice(problem: FullProblem, path: Path) -> None:
+    """Raises UserError where clients that train all weights can train one after the other only."""
+    try:
+        require_stackable(problem.model, problem.reader, problem.losses)
+    except UserError as error:
+        raise UserError(f"{path}: nothing to tune: {error}") from error
 
 
 def _edited(text: str, chosen: Mapping[str, Slices], path: Path) -> str:
@@ -135,7 +157,7 @@ class Work:
     executor: Executor
     federation: FederationState
     steps: dict[int, int]
-    need: Need
+    need: Need | None
 
     @classmethod
     def of(cls, job: Job, executor: Executor) -> Work:
@@ -146,8 +168,9 @@ class Work:
         part = executor.own(deal(steps, executor.size if shares == "auto" else shares))[0]
         limited = {client: min(steps[client], STEPS) for client in part}
         falling = dict(sorted(limited.items(), key=lambda pair: -pair[1]))
-        assert isinstance(job.problem, LoraProblem), "only models with adapters are tuned"
-        need = Need.of(job.algorithm, job.problem, sample_level(job.recipe) is not None)
+        need = None
+        if isinstance(job.problem, LoraProblem):
+            need = Need.of(job.algorithm, job.problem, sample_level(job.recipe) is not None)
         return cls(job, executor, blank(job.setup), falling, need)
 
     @property
@@ -157,17 +180,16 @@ class Work:
 
     def trial(self, stacked_clients: int, slices: Slices) -> Trial:
         """A setting with the memory that it is thought to need, not timed yet."""
-        problem, device = self.job.problem, self.job.machine.device
-        self._cut(slices)
-        assert isinstance(problem, LoraProblem), "only models with adapters are tuned"
-        need = self.need.of_clients(problem, stacked_clients)
-        fits = need <= usable_memory(device)
+        trial = Trial(stacked_clients, slices, False, 0, plain=isinstance(self.job.problem, FullProblem))
+        self._choose(trial)
+        trial = replace(trial, packed=self.job.problem.packed, need=self._need(stacked_clients))
+        fits = trial.need <= usable_memory(self.job.machine.device)
         _, everywhere = self.executor.together(lambda: (None, fits), lambda rank: "measuring")
-        return Trial(stacked_clients, slices, problem.packed, need, fits=all(everywhere))
+        return replace(trial, fits=all(everywhere))
 
     def seconds(self, trial: Trial) -> float | None:
         """Seconds of the work in the slowest process, or None where it does not fit into memory."""
-        self._cut(trial.slices)
+        self._choose(trial)
         self.executor.together(lambda: (None, None), lambda rank: "measuring")  # all begin at once
         _, found = self.executor.together(lambda: (None, self._own_seconds(trial)), lambda rank: "measuring")
         return None if None in found else max(found)
@@ -184,16 +206,33 @@ class Work:
             torch.cuda.synchronize()
         return None if part.forced else time.perf_counter() - began
 
-    def _cut(self, slices: Slices) -> None:
-        assert isinstance(self.job.problem, LoraProblem), "only models with adapters are tuned"
-        self.job.problem.choose_rows(None if isinstance(slices, str) else slices)
+    def _need(self, stacked_clients: int) -> int:
+        """Bytes that so many clients together need beside the model, by the estimate."""
+        problem, job = self.job.problem, self.job
+        if isinstance(problem, LoraProblem):
+            assert self.need is not None
+            return self.need.of_clients(problem, stacked_clients)
+        private = sample_level(job.recipe) is not None
+        need = FullNeed.of(job.algorithm, problem, job.info, stacked_clients, private)
+        return round(need.bytes - need.model)
+
+    def _choose(self, trial: Trial) -> None:
+        """Makes the problem compute as the trial says."""
+        problem = self.job.problem
+        if isinstance(problem, LoraProblem):
+            problem.choose_rows(None if isinstance(trial.slices, str) else trial.slices)
+        else:
+            problem.stacked = trial.stacked_clients > 1
 
 
 def search(work: Work, slices: Slices) -> tuple[list[Trial], list[Trial], Trial]:
-    """Numbers of clients with the recipe's own slices, then slices with the best number; and the best of these."""
+    """Numbers of clients with the recipe's own slices, then slices with the best number; and the best of these. With
+    all weights trained, numbers of clients alone."""
     most, batch = len(work.steps), work.job.recipe.local.batch_size
     sizes = sorted({-(-most // batches) for batches in (1, 2, 4, most)})  # equal batches, such as 1 3 5 10
     first = measured(work, [work.trial(size, slices) for size in sizes])
+    if isinstance(work.job.problem, FullProblem):
+        return first, [], fastest(first)
     size = fastest(first).stacked_clients
     counts: list[Slices] = ["auto", *(count for count in (1, 2, 4) if count <= batch)]
     second = measured(work, [work.trial(size, count) for count in (slices, *(c for c in counts if c != slices))])

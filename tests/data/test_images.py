@@ -206,6 +206,45 @@ def test_known_data_sets_have_their_classes() -> None:
         assert [*known.classes] == sorted(known.classes), "the official ids follow the alphabet"
 
 
+def hub_table(folder: Path, split: str, columns: dict[str, Any], names: dict[str, list[str]]) -> None:
+    """A split as the hub has it: bytes of images, and labels with their names in the schema."""
+    import datasets
+
+    kinds = {key: datasets.ClassLabel(names=names[key]) for key in names} | {
+        key: datasets.Image() for key in columns if key not in names
+    }
+    images = {
+        key: [{"bytes": each, "path": None} for each in values] for key, values in columns.items() if key not in names
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_dict({**columns, **images}, datasets.Features(kinds)).to_parquet(folder / f"{split}.parquet")
+
+
+def test_cifar100_is_read_by_its_fine_labels(tmp_path: Path) -> None:
+    fine = sorted(KNOWN_IMAGES["cifar100"].classes)
+    for split, labels in (("train", [0, 99, 5]), ("test", [7, 3])):
+        columns = {
+            "img": [png(shade=label) for label in labels],
+            "fine_label": labels,
+            "coarse_label": [1] * len(labels),
+        }
+        names = {"fine_label": fine, "coarse_label": [f"group {number}" for number in range(20)]}
+        hub_table(tmp_path / "datasets" / "cifar100", split, columns, names)
+    found = load_dataset(DataSettings(task="image_classification", name="cifar100"), str(tmp_path))
+    assert (found.train.labels.tolist(), found.validation.labels.tolist()) == ([0, 99, 5], [7, 3])
+    assert len(found.classes) == 100
+
+
+def test_tiny_imagenet_has_the_classes_of_its_files_and_is_scored_on_valid(tmp_path: Path) -> None:
+    wordnet = ["n01443537", "n01629819", "n01641577"]
+    for split, labels in (("train", [0, 2, 1, 0]), ("valid", [2, 1])):
+        columns = {"image": [png(16, shade=label) for label in labels], "label": labels}
+        hub_table(tmp_path / "datasets" / "tiny-imagenet", split, columns, {"label": wordnet})
+    found = load_dataset(DataSettings(task="image_classification", name="tiny-imagenet"), str(tmp_path))
+    assert (found.train.labels.tolist(), found.validation.labels.tolist()) == ([0, 2, 1, 0], [2, 1])
+    assert list(found.classes) == wordnet
+
+
 def test_rows_are_normalised() -> None:
     samples = pixels(4)
     found = samples.rows(torch.tensor([2, 0]))["pixel_values"]

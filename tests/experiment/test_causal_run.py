@@ -19,6 +19,7 @@ from tiny_models import WORDS
 from transformers import AutoModelForCausalLM
 
 from fedllm import run_recipe
+from fedllm.cli.commands import main
 from fedllm.common.errors import UserError
 from fedllm.config.recipe import load_recipe
 from fedllm.experiment.answers import last_prompts
@@ -188,10 +189,32 @@ def test_grouping_changes_nothing_beyond_rounding(causal: Path, run: Path, tmp_p
 
 @pytest.mark.slow
 def test_two_processes_give_the_result_of_one(causal: Path, run: Path, tmp_path: Path) -> None:
+    """Bit for bit, where one process cuts its rounds into as many shares; else up to rounding."""
     done = launch("scripts/fedtune.py", str(causal / "recipe.yaml"), f"run.dir={tmp_path / 'two'}")
     assert done.returncode == 0, done.stderr
     assert result(tmp_path / "two")["final"] == pytest.approx(result(run)["final"], rel=1e-4)
     assert (tmp_path / "two" / "samples.jsonl").read_text() == (run / "samples.jsonl").read_text()
+    run_recipe(causal / "recipe.yaml", ["run.shares=2"], tmp_path / "one")
+    assert same_bits(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_tune_measures_it(causal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In rows without padding, and in padded ones."""
+    assert main(["tune", str(causal / "recipe.yaml"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "best: run.stacked_clients=" in said
+    assert "packed" in said
+    assert "padded, 1 slice" in said
+
+
+@pytest.mark.slow
+def test_a_run_stops_at_a_target_that_falls(causal: Path, run: Path, tmp_path: Path) -> None:
+    """Perplexity 40: the first evaluation, after two of four rounds, ends the run."""
+    words = ["eval.target={perplexity: 40}", "eval.stop_at_target=true", "eval.samples=0"]
+    told = run_recipe(causal / "recipe.yaml", words, tmp_path / "run").result
+    assert told["final"]["perplexity"] <= 40
+    assert (told["rounds_to_target"], told["rounds"], result(run)["rounds"]) == (2, 2, 4)
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedadamw", "localadamw", "padamfed", "fa_nt"])
@@ -203,8 +226,10 @@ def test_algorithms_of_every_kind_train_it(causal: Path, tmp_path: Path, algorit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["none", "4bit"])
-def test_clients_over_a_quantised_base_train_together_as_one_by_one(causal: Path, quantize: str) -> None:
+@pytest.mark.parametrize(("quantize", "tolerance"), [("none", 1e-5), ("4bit", 1e-5), ("8bit", 2e-2)])
+def test_clients_over_a_quantised_base_train_together_as_one_by_one(
+    causal: Path, quantize: str, tolerance: float
+) -> None:
     """Oracle 6: NF4 weights, clients stacked and sequential, for three rounds of clients with different samples."""
     if quantize != "none":
         pytest.importorskip("bitsandbytes")
@@ -221,7 +246,7 @@ def test_clients_over_a_quantised_base_train_together_as_one_by_one(causal: Path
         ends.append(federation.x)
     moved = ends[1] - built.problem.initial()
     assert moved.norm() > 0.01
-    assert (ends[0] - ends[1]).norm() < 1e-4 * moved.norm()
+    assert (ends[0] - ends[1]).norm() < tolerance * moved.norm()
 
 
 @pytest.mark.slow

@@ -348,6 +348,28 @@ def test_tune_writes_the_fastest_into_the_recipe_and_changes_no_result(
 
 
 @pytest.mark.slow
+def test_tune_of_all_weights_chooses_the_number_of_clients_alone(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = own.read_text() + "lora: null\nmodel: {dropout: 0.0}\n"
+    own.write_text(before)
+    one = run_recipe(own, run_dir=tmp_path / "one")
+    plain, tried = tuning.Work.seconds, []
+
+    def seconds(self: Any, trial: tuning.Trial) -> float | None:
+        found = plain(self, trial)
+        tried.append((trial.stacked_clients, self.job.problem.stacked, found is not None and found > 0))
+        return 0.5 if trial.stacked_clients == 3 else 1.0
+
+    monkeypatch.setattr(tuning.Work, "seconds", seconds)
+    assert main(["tune", str(own)]) == 0
+    assert set(tried) == {(1, False, True), (2, True, True), (3, True, True), (5, True, True)}
+    assert own.read_text() == before + "run:        {stacked_clients: 3}\n"
+    assert "packed" not in capsys.readouterr().out
+    assert run_recipe(own, run_dir=tmp_path / "tuned").result["final"] == pytest.approx(one.result["final"], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_tune_measures_and_leaves_out_what_does_not_fit(
     own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -366,6 +388,14 @@ def test_tune_measures_and_leaves_out_what_does_not_fit(
         (["run.cohort=3"], "run.cohort: is what tune chooses"),
         (["run.stacked_clients=3"], "run.stacked_clients: is what tune chooses"),
         (["federation={rounds: 1, clients_per_round: 1}", "local={batch_size: 1}"], "nothing to tune"),
+        (
+            ["federation={rounds: 1, clients_per_round: 1}", "lora=null"],
+            "with all weights trained (lora: null) can be cut",
+        ),
+        (
+            ["lora=null", "model.dropout=0.5"],
+            "nothing to tune: BertForSequenceClassification cannot train stacked clients",
+        ),
     ],
 )
 def test_what_cannot_be_tuned(own: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

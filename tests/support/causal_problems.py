@@ -80,10 +80,12 @@ def causal_tokens(lengths: Sequence[int] = LENGTHS, learned: Sequence[int] = LEA
     return Tokens(ids, None, ends, torch.zeros(len(lengths), dtype=torch.long), marks)
 
 
-def causal_problem(model: Any, tokens: Tokens | None = None, *, batch_size: int = 4, **settings: Any) -> LoraProblem:
-    """Three clients, who share the samples out in turn. settings: of EngineSettings; pad_id 2 unless told otherwise."""
+def causal_problem(
+    model: Any, tokens: Tokens | None = None, *, batch_size: int = 4, clients: int = 3, **settings: Any
+) -> LoraProblem:
+    """Clients who share the samples out in turn. settings: of EngineSettings; pad_id 2 unless told otherwise."""
     tokens = causal_tokens() if tokens is None else tokens
-    parts = [np.arange(client, len(tokens), 3) for client in range(3)]
+    parts = [np.arange(client, len(tokens), clients) for client in range(clients)]
     batches = ClientBatches(parts, batch_size=batch_size, epochs=1, steps=None, seed=0)
     return LoraProblem(model, tokens, batches, CausalLM().losses, EngineSettings(**{"pad_id": 2, **settings}))
 

@@ -41,7 +41,9 @@ def find_columns(settings: DataSettings, table: Table) -> Columns:
         columns = _candidate(str(form), settings, table)
         if all(name in table.columns for name in columns.values()) and _uses(columns, settings):
             return Columns(str(form), columns | _extras(str(form), settings, table))
-    expected = "; or ".join(", ".join(_candidate(str(form), settings, table).values()) for form in wanted)
+    candidates = [_candidate(str(form), settings, table) for form in wanted]
+    fitting = [columns for columns in candidates if _uses(columns, settings)] or candidates
+    expected = "; or ".join(", ".join(columns.values()) for columns in fitting)
     named = [f"data.{key}={getattr(settings, key)}" for key in _NAMING if getattr(settings, key) is not None]
     given = " and ".join([f"data.format={settings.format}", *named])
     raise UserError(

@@ -75,7 +75,8 @@ def test_columns_with_other_names() -> None:
             {},
             "its columns are 'question', expected messages; or prompt, completion; or instruction",
         ),
-        ({"text": ["t"]}, {"prompt": "x"}, "expected messages; or x, completion; .* and data.prompt=x"),
+        ({"text": ["t"]}, {"prompt": "x"}, "expected x, completion; or x, output with .* and data.prompt=x"),
+        ({"messages": ["t"]}, {"choices": "x"}, "expected prompt, x, answer; or instruction, x, answer with"),
         ({"prompt": ["t"], "text": [""]}, {"format": "messages"}, "expected messages with data.format=messages"),
         (
             {"messages": [[]], "x": [""]},

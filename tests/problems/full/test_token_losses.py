@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 import torch
 from causal_problems import FAMILIES, causal_model, causal_tokens, plain_loss
 from full_models import full_problem
+from peak_bytes import peak_bytes
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from fedllm.data.tokenization import Tokens
@@ -107,19 +106,6 @@ def test_a_model_with_more_than_an_output_embedding_keeps_its_own_logits() -> No
     (loss,), _ = problem.loss_and_gradient(problem.initial()[None], [0], 0, 0)
     expected = plain_loss(model, causal_tokens(), problem.batches.indices(0, 0, 0).tolist())
     assert float(loss) == pytest.approx(expected.item(), rel=2e-6)
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes that torch has at once inside `work`, beside those that it had before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        work()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    held = most = 0
-    for event in events:
-        held += event.nbytes()
-        most = max(most, held)
-    return most
 
 
 def test_memory_does_not_grow_with_tokens_by_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

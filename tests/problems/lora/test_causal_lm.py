@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from causal_problems import FAMILIES, LEARNED, LENGTHS, adapted_causal, causal_problem, causal_tokens, plain_loss
+from causal_problems import (
+    FAMILIES,
+    LEARNED,
+    LENGTHS,
+    adapted_causal,
+    causal_model,
+    causal_problem,
+    causal_tokens,
+    plain_loss,
+)
+from peak_bytes import peak_bytes
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from fedllm.common.errors import UserError
@@ -62,6 +73,21 @@ def test_every_cut_gives_the_same(family: str, settings: dict[str, Any]) -> None
     (a, G), (b, H) = (problem.loss_and_gradient(X, [0, 1, 2], 0, 0) for problem in (whole, cut))
     assert torch.allclose(a, b, rtol=1e-6)
     assert (G - H).norm() < 1e-6 * G.norm() * 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"slices": 2}, {"pass_bytes": 1.0}], ids=str)
+def test_every_learned_token_counts_the_same(settings: dict[str, Any]) -> None:
+    """Oracle of TASKS.md, 4.4.5: responses of 1 and 100 tokens give (l1 + l100) / 101, also in parts."""
+    model = causal_model("llama")
+    model.config.max_position_embeddings = 128
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
+    problem = causal_problem(
+        get_peft_model(model, lora).eval(), causal_tokens([3, 102], [1, 100]), clients=1, **settings
+    )
+    sums = problem.outputs(problem.initial(), problem.samples)
+    assert sums[:, 1].tolist() == [1, 100]
+    loss, _ = problem.loss_and_gradient(problem.initial()[None], [0], 0, 0)
+    assert float(loss) == pytest.approx(float(sums[:, 0].sum()) / 101, rel=1e-6)
 
 
 def test_the_full_gradient_is_over_all_tokens_of_a_client() -> None:
@@ -182,6 +208,18 @@ def test_the_fused_loss_is_the_cross_entropy(chunk: int, scale: float, cap: floa
     assert torch.allclose(losses, expected, rtol=1e-6)
     assert (hidden.grad - plain.grad).norm() < 1e-6 * plain.grad.norm()
     assert torch.equal(right.bool(), logits.argmax(dim=1) == targets)
+
+
+def test_no_more_than_a_chunk_of_logits_exists_at_a_time() -> None:
+    """Oracle of TASKS.md, 4.4.2: at 2,048 tokens the peak is below a fifth of that of the whole logits."""
+    head = FrozenHead(nn.Linear(16, 5000, bias=False).requires_grad_(False))
+    hidden, targets = torch.randn(2048, 16, requires_grad=True), torch.zeros(2048, dtype=torch.long)
+
+    def whole() -> None:
+        F.cross_entropy(head.layer(hidden), targets).backward()
+
+    fused = peak_bytes(lambda: head.losses(hidden, targets, chunk=64)[0].sum().backward())
+    assert fused < peak_bytes(whole) / 5
 
 
 def test_no_more_than_a_chunk_of_logits_is_kept() -> None:

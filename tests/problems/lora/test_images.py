@@ -65,6 +65,22 @@ def test_clients_together_are_plain_peft_loops(tmp_path: Path, family: str, chec
         torch.testing.assert_close(gradients[client], alone, rtol=1e-4, atol=1e-5 * float(alone.abs().max()))
 
 
+@pytest.mark.parametrize("quantize", ["4bit", "8bit"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
+def test_clients_together_over_a_quantised_base_are_those_alone(tmp_path: Path, family: str, quantize: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = ModelSettings(name=save_model(tmp_path, family), quantize=quantize)
+    backbone = load_backbone(model, image_head(CLASSES, SIDE))
+    problem = problem_of(attach_lora(backbone, LoraSettings(rank=2, targets=["query", "value"])), pixels(12))
+    X = rows_of(problem)
+    together = problem.gradient(X, [0, 1, 2], 0, 0)
+    for client in range(3):
+        alone = problem.gradient(X[client : client + 1], [client], 0, 0)[0]
+        assert float(alone.norm()) > 0
+        assert float((together[client] - alone).norm()) < 1e-3 * float(alone.norm())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_and_augmentation_do_not_depend_on_who_trains_together(tmp_path: Path, family: str) -> None:
     problem = problem_of(adapted(tmp_path, family, rate=0.2, dropout=0.2), pixels(12, augment=True))
