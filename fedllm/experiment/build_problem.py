@@ -17,7 +17,7 @@ from fedllm.data.client_batches import ClientBatches
 from fedllm.data.samples import Samples
 from fedllm.experiment.full_memory import FullNeed, full_pass_bytes, require_memory
 from fedllm.experiment.machine import Machine
-from fedllm.experiment.memory_plan import choose_stacked_clients, pass_bytes, pass_tokens
+from fedllm.experiment.memory_plan import choose_stacked_clients, least_tokens, pass_bytes
 from fedllm.experiment.sample_privacy import sample_level
 from fedllm.federation.personal import require_personal
 from fedllm.models.head_coordinates import head_coordinates
@@ -76,7 +76,7 @@ def _engine_settings(recipe: Recipe, machine: Machine, backbone: Backbone) -> En
         autocast=machine.autocast,
         slices=None if recipe.run.slices == "auto" else recipe.run.slices,
         pass_bytes=pass_bytes(machine.device),
-        pass_tokens=pass_tokens(machine.device, machine.autocast),
+        least_tokens=least_tokens(machine.device, machine.autocast),
         checkpointing=recipe.run.gradient_checkpointing,
         pad_id=backbone.pad_id,
     )

@@ -17,7 +17,7 @@ from fedllm.federation.costs import row_vectors
 from fedllm.problems.lora.problem import LoraProblem
 
 CPU_PASS = 128 * 2**20  # see pass_bytes
-LOW_TOKENS = 768  # see pass_tokens
+LOW_TOKENS = 768  # see least_tokens
 # Peak memory of a pass <= ALWAYS (bytes, for a pass of any size) + WORKING * bytes that autograd stores. The values
 # make this bound larger than all peaks that benchmarks/memory/stacked_clients.py measured.
 WORKING = 1.6
@@ -41,7 +41,7 @@ def pass_bytes(device: torch.device) -> float:
     return CPU_PASS if device.type == "cpu" else total_memory(device) / 4
 
 
-def pass_tokens(device: torch.device, autocast: torch.dtype | None) -> int:
+def least_tokens(device: torch.device, autocast: torch.dtype | None) -> int:
     """Tokens that a pass of several clients may have in any case, if they save at most 4 * pass_bytes.
 
     bfloat16 on a CPU: 768. Products are twice as fast there as in float32, so that what a pass costs apart from them

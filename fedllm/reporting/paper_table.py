@@ -206,26 +206,32 @@ def _score(run: RunRecord) -> float | None:
     return 100 * value if is_number(value) else None
 
 
-def _in_units(cost: ToTarget, decimals: int, unit: Callable[[RunRecord], float]) -> ToTarget:
-    """The cost divided by a run's unit."""
+def _times(cost: ToTarget, decimals: int, factor: Callable[[RunRecord], float | None]) -> ToTarget:
+    """The cost in other units; None where a run does not tell the factor."""
 
     def of(value: Callable[[RunRecord], float | None]) -> Callable[[RunRecord], float | None]:
-        def divided(run: RunRecord) -> float | None:
-            found = value(run)
-            return None if found is None else found / unit(run)
+        def product(run: RunRecord) -> float | None:
+            found, scale = value(run), factor(run)
+            return None if found is None or scale is None else found * scale
 
-        return divided
+        return product
 
     return replace(cost, decimals=decimals, value=of(cost.value), whole=of(cost.whole))
+
+
+def _gib(run: RunRecord) -> float | None:
+    """GiB of a model-sized vector in float32. Older runs do not tell its size."""
+    size = run.result.get("trainable_parameters")
+    return 4 * size / 2**30 if is_number(size) else None
 
 
 _, _SECONDS, _VECTORS = costs_to_target()
 _QUANTITIES = {
     SCORE: Quantity(SCORE, SCORE, 2, _score),
     ROUNDS: ROUNDS_TO_TARGET,
-    MINUTES: _in_units(_SECONDS, 1, lambda run: 60),
+    MINUTES: _times(_SECONDS, 1, lambda run: 1 / 60),
     VECTORS: replace(_VECTORS, decimals=1),
-    GIB: _in_units(_VECTORS, 2, lambda run: 2**30 / (4 * run.result["trainable_parameters"])),
+    GIB: _times(_VECTORS, 2, _gib),
 }
 
 

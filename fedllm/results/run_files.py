@@ -172,6 +172,7 @@ class Result(TypedDict):
     vectors_per_round: NotRequired[Any]
     client_vectors: NotRequired[Any]
     client_memory_bytes: NotRequired[Any]
+    trainable_parameters: NotRequired[Any]
     start: NotRequired[Annotated[dict[str, Number | None], Field(description="a number for each metric")]]
     by: NotRequired[Annotated[ByValue, Field(description="a column and the scores of its values")]]
     by_class: NotRequired[Annotated[OfClasses, Field(description="the scores of each class")]]

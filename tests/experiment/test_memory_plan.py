@@ -28,7 +28,6 @@ from fedllm.experiment.memory_plan import (
     choose_stacked_clients,
     fit,
     pass_bytes,
-    pass_tokens,
     usable_memory,
 )
 from fedllm.federation.info import round_info
@@ -194,7 +193,7 @@ def test_the_bound_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pass_bytes(CPU) == CPU_PASS
     assert pass_bytes(GPU) == 20 * 2**30
     machines = [(CPU, torch.bfloat16), (CPU, None), (GPU, torch.bfloat16)]
-    assert [pass_tokens(*machine) for machine in machines] == [768, 0, 0]
+    assert [least_tokens(*machine) for machine in machines] == [768, 0, 0]
 
 
 @pytest.mark.parametrize(("slices", "packed"), [("auto", True), ("auto", False), ("1", False), ("2", False)])

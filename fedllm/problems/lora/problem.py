@@ -78,7 +78,7 @@ class LoraProblem(ModelProblem):
         self.model.lower(settings.autocast)
         memory = measure_checkpointed(padded) if settings.checkpointing else measure(padded)
         memory = replace(memory, fixed=memory.fixed + readout.workspace)
-        self.passes = Passes.within(memory, settings.pass_bytes, settings.pass_tokens)
+        self.passes = Passes.within(memory, settings.pass_bytes, settings.least_tokens)
         self.eval_cuts = 1
 
     @property
