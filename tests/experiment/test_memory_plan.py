@@ -27,6 +27,7 @@ from fedllm.experiment.memory_plan import (
     Need,
     choose_stacked_clients,
     fit,
+    least_tokens,
     pass_bytes,
     usable_memory,
 )
