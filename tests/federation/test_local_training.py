@@ -69,7 +69,7 @@ def moved_to_meta(problem: LoraProblem) -> LoraProblem:
     """The problem on the meta device, in rows as a GPU has them; it is changed."""
     assert problem.blocks is not None
     assert isinstance(problem.rows, PackedRows)
-    problem.rows = replace(problem.rows, equal=True)
+    problem.rows = replace(problem.rows, equal=True, flat=False)
     problem.model.model.to("meta")
     problem.model.start = problem.model.start.to("meta")
     problem.blocks = problem.blocks.to(torch.device("meta"))
@@ -213,7 +213,7 @@ def test_a_layer_launches_few_operations(tmp_path: Path, family: str, monkeypatc
             folder = tmp_path / f"{layers}{dropout}"
             problem = lora_problem(folder, family, torch.bfloat16, dropout, **{LAYERS[family]: layers})
             assert isinstance(problem.rows, PackedRows)
-            problem.rows = replace(problem.rows, equal=True)  # as on a GPU
+            problem.rows = replace(problem.rows, equal=True, flat=False)  # as on a GPU
             X = problem.initial().expand(2, -1).clone()
             with Counted() as counted:
                 problem.loss_and_gradient(X, [0, 1], 0, 0)
