@@ -70,8 +70,8 @@ class LoraProblem(ModelProblem):
         check.compare(padded.outputs_of, tolerance)
         # Equal rows make batched products of the adapters, which a GPU wants; a CPU rather loops, over float32 weights.
         equal = self.model.start.device.type != "cpu" or not exact
-        # One row for all saves their padding. A classifier's float32 results keep the bits that they have had in rows.
-        flat = not equal and (settings.autocast is not None or isinstance(readout, TokenReadout))
+        # One row for all saves their padding. Classifiers, whose texts may be much shorter, gain nothing from it.
+        flat = not equal and isinstance(readout, TokenReadout)
         self._packed = find_packed_rows(padded, equal=equal, flat=flat, tolerance=tolerance)
         self.rows: RowLayout = padded
         self.choose_rows(settings.slices)
