@@ -228,7 +228,7 @@ def test_algorithms_of_every_kind_train_it(causal: Path, tmp_path: Path, algorit
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["none", "4bit", "8bit"])
 def test_clients_over_a_quantised_base_train_together_as_one_by_one(causal: Path, quantize: str) -> None:
-    """Oracle 6: NF4 weights, and 8-bit ones, clients stacked and sequential, for three rounds of clients with different samples."""
+    """Oracle 6: clients stacked and sequential, for three rounds of clients with different samples."""
     if quantize != "none":
         pytest.importorskip("bitsandbytes")
     words = [f"model.quantize={quantize}", "federation.clients_per_round=4", "federation.rounds=3"]
