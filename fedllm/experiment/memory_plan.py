@@ -45,7 +45,7 @@ def least_tokens(device: torch.device, autocast: torch.dtype | None) -> int:
     """Tokens that a pass of several clients may have in any case, if they save at most 4 * pass_bytes.
 
     bfloat16 on a CPU: 768. Products are twice as fast there as in float32, so that what a pass costs apart from them
-    counts twice. SmolLM2-135M, whose 128 MiB are 220 tokens, gains 12 to 18% at 660 and 880 tokens (docs/results.md);
+    counts twice. SmolLM2-135M, whose 128 MiB are 220 tokens, gains 11 to 16% at 660 and 880 tokens (docs/results.md);
     MiniLM has more in 128 MiB anyway. Elsewhere 0.
     """
     return LOW_TOKENS if device.type == "cpu" and autocast is not None else 0
