@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 
 from fedllm.common.console import say, warn
 from fedllm.common.errors import RunError, UserError
-from fedllm.common.files import replace_text
-from fedllm.config.recipe import Recipe
+from fedllm.common.files import replace_text, replaced_folder
+from fedllm.config.recipe import Recipe, load_recipe
 from fedllm.distributed.process_group import StoppedError
 from fedllm.experiment.build import ReadCache, with_dir
 from fedllm.experiment.launch import executor_for
 from fedllm.experiment.run import run
-from fedllm.experiment.run_lock import RunInUseError, run_each_when_free, run_lock
+from fedllm.experiment.run_lock import LEASE, LOCK, RunInUseError, run_each_when_free, run_lock
 from fedllm.experiment.stopping import StopRequests, stop_requests
 from fedllm.federation.executor import Executor
 from fedllm.reporting.report import report
@@ -48,8 +49,9 @@ def sweep(
     """Runs every cell of the grid over the recipe and reports them together; the same as `fedllm sweep`.
 
     grid: a YAML file, or what it would hold. out: folder of the runs, default runs/<recipe>-<grid>; a cell's run is in
-    <out>/<cell>-s<seed>, a trial in <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. only: the
-    cases to run; the tables show what there is of the others too. executor: see run.
+    <out>/<cell>-s<seed>, a trial in <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. The best trial
+    is copied, not run again, where the run with the first seed has the same settings. only: the cases to run; the
+    tables show what there is of the others too. executor: see run.
     Finished cells are skipped and interrupted cells continue, so the same command can be repeated until all are done.
     If it runs several times at once, each process takes cells that no other process is working on.
     Raises UserError for a mistake in any cell before the first one runs; RunError at the end if some cells failed.
@@ -157,10 +159,9 @@ def _best(members: list[Cell], plan: SweepPlan, choose: Choose, runner: _Runner)
     """The cell with the best trial, or no cell if every trial failed. A case of one cell needs no trial."""
     if len(members) == 1:
         return members
-    seed = {"run.seed": plan.grid.seeds[0]} if plan.grid.seeds else {}
     trials = {cell: plan.out / "trials" / cell.name for cell in members}
-    length = {} if choose.rounds is None else {"federation.rounds": choose.rounds}
-    runner.try_out({folder: plan.load(cell, choose.set | seed | length) for cell, folder in trials.items()})
+    recipes = {cell: plan.trial(cell) for cell in members}
+    runner.try_out({trials[cell]: recipe for cell, recipe in recipes.items()})
     outcomes = {
         cell: runner.executor.on_first(lambda folder=folder: _outcome(folder, choose.by))  # type: ignore[misc]
         for cell, folder in trials.items()
@@ -170,7 +171,19 @@ def _best(members: list[Cell], plan: SweepPlan, choose: Choose, runner: _Runner)
         return []
     best = (min if lower_is_better(choose.by) else max)(values, key=lambda cell: values[cell])
     say(f"best of {len(members)} trials: {best.name}, {choose.by} {values[best]:.4f}", "bold")
+    seed, folder = next(iter(plan.folders(best).items()))
+    if recipes[best] == plan.load(best, {"run.seed": seed}):
+        runner.executor.on_first(lambda: _copy_run(trials[best], folder))
     return [best]
+
+
+def _copy_run(trial: Path, folder: Path) -> None:
+    """Copies a finished trial to the run folder `folder`, unless there is a run."""
+    if not folder.exists():
+        with replaced_folder(folder) as copy:
+            shutil.copytree(trial, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(LOCK, LEASE))
+            saved = copy / "recipe.yaml"
+            saved.write_text(with_dir(load_recipe(saved), folder).yaml(), encoding="utf-8")
 
 
 def _outcome(folder: Path, by: str) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 from fedllm.common.errors import UserError
 from fedllm.common.schema import nearest
 from fedllm.config.recipe import Recipe
-from fedllm.sweeps.grid import Cell, Grid, Overrides, cells, check_choice, load_grid, make_grid
+from fedllm.sweeps.grid import Cell, Choose, Grid, Overrides, cells, check_choice, load_grid, make_grid
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,13 @@ class SweepPlan:
     def load(self, cell: Cell, more: Overrides | None = None) -> Recipe:
         """The recipe with the overrides of a cell, and `more` on top."""
         return cell.recipe(str(self.recipe), more)
+
+    def trial(self, cell: Cell) -> Recipe:
+        """The recipe of a cell's trial, with the first seed. The grid must say how to choose."""
+        choose = self.grid.choose or Choose()
+        seed = {"run.seed": self.grid.seeds[0]} if self.grid.seeds else {}
+        length = {} if choose.rounds is None else {"federation.rounds": choose.rounds}
+        return self.load(cell, choose.set | seed | length)
 
     def any_recipe(self) -> Recipe:
         """The recipe of the first cell."""

@@ -131,6 +131,48 @@ def test_the_best_trial_of_each_case_is_run_in_full(tiny: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_the_best_trial_is_the_run_of_the_first_seed_where_all_settings_agree(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = write(
+        tmp_path,
+        set={"federation.rounds": 2},
+        cases={"adam": {"algorithm": {"name": "localadam"}, "grid": {"algorithm.lr": [1e-9, 0.02]}}},
+        choose={"rounds": None, "by": "eval_loss"},
+        seeds=[3, 4],
+    )
+    began: list[str] = []
+    run = fedllm.sweeps.sweep.run
+    monkeypatch.setattr(
+        fedllm.sweeps.sweep,
+        "run",
+        lambda recipe, *args, **more: began.append(recipe.run.dir) or run(recipe, *args, **more),
+    )
+    computed: list[int] = []
+    compute = LoraProblem.loss_and_gradient
+    monkeypatch.setattr(
+        LoraProblem, "loss_and_gradient", lambda *args, **more: computed.append(len(began)) or compute(*args, **more)
+    )
+    out = sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["run.threads=1"]).folder
+    assert began == [
+        str(out / name)
+        for name in ("trials/adam,lr=1e-09", "trials/adam,lr=0.02", "adam,lr=0.02-s3", "adam,lr=0.02-s4")
+    ]
+    assert set(computed) == {1, 2, 4}, "the third is the copy of the second, and is only read"
+    alone = run_recipe(
+        tiny / "recipe.yaml",
+        ["federation.rounds=2", "algorithm={name: localadam, lr: 0.02}", "run.seed=3", "run.threads=1"],
+        tmp_path / "alone",
+    ).folder
+    copy = out / "adam,lr=0.02-s3"
+    assert same_bits(alone, copy)
+    assert sorted(path.name for path in copy.iterdir()) == sorted(path.name for path in alone.iterdir())
+    recipe = (alone / "recipe.yaml").read_text()
+    assert (copy / "recipe.yaml").read_text() == recipe.replace(str(alone), str(copy))
+    assert "adam,lr=1e-09" not in (out / "report" / "summary.md").read_text()
+
+
+@pytest.mark.slow
 def test_one_case_alone(tiny: Path, tmp_path: Path) -> None:
     grid = write(
         tmp_path,
