@@ -24,10 +24,15 @@ from fedllm.results.format import is_number
 from fedllm.results.names import metric_name, printable
 from fedllm.results.run_record import RunRecord
 
-SCORE, ROUNDS, MINUTES, VECTORS, GIB = "score", "rounds", "minutes", "vectors", "GiB"
+SCORE, LOSS, ROUNDS, MINUTES, VECTORS, GIB = "score", "train loss", "rounds", "minutes", "vectors", "GiB"
 AVERAGE = "average"
 TABLE_FILES = ("table.md", "table.csv")
 _ROUNDING = 0.02  # a printed average that is further from the mean of its row is not that mean
+
+_LOSS_NOTE = (
+    "Our training losses are means over the local steps of the last round, without weight decay; the paper does not "
+    "say over what its own are means."
+)
 
 Place = tuple[str, str, str]  # method, task, quantity
 Printed = Mapping[Place, str]
@@ -55,8 +60,9 @@ def read_printed(path: Path, quantities: Sequence[str]) -> dict[Place, str]:
 class PaperTableReport:
     """Methods by tasks, two lines per method: ours, and the paper's.
 
-    methods: stable name -> the paper's name. quantities: SCORE, or costs of reaching the target. runs: the finished
-    runs of a method and a task, one per seed. averaged: the tasks of a last column with the average score; () for none.
+    methods: stable name -> the paper's name. quantities: SCORE and LOSS, or costs of reaching the target. runs: the
+    finished runs of a method and a task, one per seed. averaged: the tasks of a last column with the average score; ()
+    for none.
     """
 
     caption: str
@@ -171,13 +177,14 @@ class PaperTableReport:
                 yield (method, task, quantity, *cells, seeds)
 
     def _metrics(self) -> list[str]:
-        """A note on what the scores are; [] for a table without scores or runs."""
+        """Notes on what the scores and losses are; [] for a table without scores or runs."""
         tasks: dict[str, list[str]] = {}
         for task in self.tasks if SCORE in self.quantities else ():
             if found := [run.primary for method in self.methods for run in self.runs.get((method, task), ())]:
                 tasks.setdefault(metric_name(found[0]), []).append(task)
         said = "; ".join(f"{metric}: {', '.join(members)}" for metric, members in tasks.items())
-        return [f"Our scores are of the last round, on the validation split, times 100. {said}."] if said else []
+        scores = [f"Our scores are of the last round, on the validation split, times 100. {said}."] if said else []
+        return [*scores, *([_LOSS_NOTE] if said and LOSS in self.quantities else [])]
 
     def _wrong_averages(self) -> list[str]:
         """A note on the printed averages that are not the means of their rows; [] where all are."""
@@ -206,6 +213,12 @@ def _score(run: RunRecord) -> float | None:
     return 100 * value if is_number(value) else None
 
 
+def _train_loss(run: RunRecord) -> float | None:
+    """The training loss of the last round."""
+    value = run.rounds[-1]["train_loss"] if run.rounds else None
+    return value if is_number(value) else None
+
+
 def _times(cost: ToTarget, decimals: int, factor: Callable[[RunRecord], float | None]) -> ToTarget:
     """The cost in other units; None where a run does not tell the factor."""
 
@@ -228,6 +241,7 @@ def _gib(run: RunRecord) -> float | None:
 _, _SECONDS, _VECTORS = costs_to_target()
 _QUANTITIES = {
     SCORE: Quantity(SCORE, SCORE, 2, _score),
+    LOSS: Quantity(LOSS, LOSS, 3, _train_loss),
     ROUNDS: ROUNDS_TO_TARGET,
     MINUTES: _times(_SECONDS, 1, lambda run: 1 / 60),
     VECTORS: replace(_VECTORS, decimals=1),

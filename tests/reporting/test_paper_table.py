@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from fedllm.reporting.paper_table import (
     AVERAGE,
     GIB,
+    LOSS,
     MINUTES,
     ROUNDS,
     SCORE,
@@ -21,6 +23,7 @@ from fedllm.reporting.paper_table import (
     PaperTableReport,
     read_printed,
 )
+from fedllm.reporting.quantities import mean_and_deviation
 from fedllm.reporting.score_table import Beside
 from fedllm.results.reader import load_run
 from fedllm.results.run_record import RunRecord
@@ -105,6 +108,22 @@ def test_scores_and_their_average(tmp_path: Path) -> None:
         ("FAdamGC", "ours", "60 ± 14", "80.00", "75.00"),
         ("FAdamGC", "paper", "61|62", "-", "-"),
     ]
+
+
+def test_training_losses_are_those_of_the_last_round(tmp_path: Path) -> None:
+    runs = [run(tmp_path, "a", 0.5, 0.6, seed=0), run(tmp_path, "b", 0.5, 0.6, 0.7, seed=1)]
+    losses = [one.rounds[-1]["train_loss"] for one in runs]
+    printed = {("fadamgc", "cifar100", SCORE): "63.01", ("fadamgc", "cifar100", LOSS): "0.480"}
+    table = PaperTableReport("caption", METHODS, ("cifar100",), (SCORE, LOSS), {("fadamgc", "cifar100"): runs}, printed)
+    assert losses[0] != losses[1] != runs[1].rounds[0]["train_loss"]
+    assert table.headings == ("method", "whose", "cifar100 score", "cifar100 train loss")
+    assert table.ours("fadamgc", "cifar100", LOSS) == mean_and_deviation(losses, 3)
+    assert table.lines()[3] == ("FAdamGC", "paper", "63.01", "0.480")
+    assert any("training losses are means over the local steps of the last round" in one for one in table.all_notes())
+    unknown = make_run(tmp_path / "none-s0", scores=[0.5])
+    metrics = (unknown / "metrics.jsonl").read_text()
+    (unknown / "metrics.jsonl").write_text(re.sub(r'"train_loss": [^,]*', '"train_loss": null', metrics))
+    assert replace(table, runs={("fadamgc", "cifar100"): [load_run(unknown)]}).ours("fadamgc", "cifar100", LOSS) == "-"
 
 
 def test_a_printed_average_that_is_not_the_mean_of_its_row_is_noted(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fedllm import load_recipe
 from fedllm.algorithms import algorithm_names
 from fedllm.cli.commands import main, make_parser
 from fedllm.common.errors import UserError
-from fedllm.reporting.paper_table import GIB, MINUTES, ROUNDS, SCORE, VECTORS, read_printed
+from fedllm.reporting.paper_table import GIB, LOSS, MINUTES, ROUNDS, SCORE, VECTORS, read_printed
 from fedllm.sweeps import table_plan
 from fedllm.sweeps.paper_tables import TABLES
 from fedllm.sweeps.table_plan import TablePlan, parse_seeds, plan_table, small_model
@@ -265,8 +265,10 @@ def test_communication_to_the_target() -> None:
 @pytest.mark.parametrize("name", [name for name in TABLES if name not in LANGUAGE])
 def test_the_numbers_of_the_image_tables_are_whole(name: str) -> None:
     table = TABLES[name]
-    found = read_printed(PAPER / f"{name.replace('-', '_')}.csv", (SCORE, ROUNDS))
-    assert {(method, task) for method, task, _ in found} == {(m, t) for m in table.methods for t in table.tasks}
+    first, *_ = table.quantities
+    found = read_printed(PAPER / f"{name.replace('-', '_')}.csv", (first, LOSS))
+    quantities = (first, *(one for one in table.quantities if one == LOSS))
+    assert {*found} == {(m, t, one) for m in table.methods for t in table.tasks for one in quantities}
     some = {  # typed from the papers
         "fedadamw-table1": ("fedadamw", "cifar100", SCORE, "63.01 ± 0.12"),
         "fedadamw-table1-vit": ("localadamw", "cifar100_dir06", SCORE, "40.47 ± 0.09"),
@@ -281,8 +283,22 @@ def test_the_numbers_of_the_image_tables_are_whole(name: str) -> None:
         "fedadamw-table11-vit": ("algorithm2", "cifar100", SCORE, "39.86 ± 0.16"),
         "fadamgc-table3": ("fadamgc-0.3", "tiny_imagenet", ROUNDS, "75.3 ± 5.7"),
     }
+    losses = {
+        "fedadamw-table1": ("fedcm", "cifar100_dir06", "1.305"),
+        "fedadamw-table1-vit": ("localadam", "cifar100", "2.961"),
+        "fedadamw-table2": ("fedlada", "tiny_imagenet", "0.944"),
+        "fedadamw-table4": ("A3", "cifar100", "1.356"),
+        "fedadamw-table5": ("alpha-0.75", "cifar100", "1.362"),
+        "fedadamw-table7": ("vm", "cifar100", "1.645"),
+        "fedadamw-table11": ("algorithm2", "cifar100", "0.480"),
+        "fedadamw-table11-vit": ("algorithm3", "cifar100_dir06", "0.385"),
+    }
     method, task, quantity, cell = some[name]
     assert found[method, task, quantity] == cell
+    assert (LOSS in table.quantities) == (name in losses)
+    if name in losses:
+        method, task, cell = losses[name]
+        assert found[method, task, LOSS] == cell
 
 
 def test_every_packaged_number_names_its_source() -> None:
