@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,9 @@ def sweep(
     """Runs every cell of the grid over the recipe and reports them together; the same as `fedllm sweep`.
 
     grid: a YAML file, or what it would hold. out: folder of the runs, default runs/<recipe>-<grid>; a cell's run is in
-    <out>/<cell>-s<seed>, a trial in <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. The best trial
-    is copied, not run again, where the run with the first seed has the same settings. only: the cases to run; the
-    tables show what there is of the others too. executor: see run.
+    <out>/<cell>-s<seed>, a trial in <out>/trials/<cell>, the tables in <out>/report and <out>/trials.md. The run with
+    the first seed goes on from a copy of the best trial where the trial's rounds are its first rounds. only: the cases
+    to run; the tables show what there is of the others too. executor: see run.
     Finished cells are skipped and interrupted cells continue, so the same command can be repeated until all are done.
     If it runs several times at once, each process takes cells that no other process is working on.
     Raises UserError for a mistake in any cell before the first one runs; RunError at the end if some cells failed.
@@ -172,9 +172,21 @@ def _best(members: list[Cell], plan: SweepPlan, choose: Choose, runner: _Runner)
     best = (min if lower_is_better(choose.by) else max)(values, key=lambda cell: values[cell])
     say(f"best of {len(members)} trials: {best.name}, {choose.by} {values[best]:.4f}", "bold")
     seed, folder = next(iter(plan.folders(best).items()))
-    if recipes[best] == plan.load(best, {"run.seed": seed}):
+    if _begins(recipes[best], plan.load(best, {"run.seed": seed})):
         runner.executor.on_first(lambda: _copy_run(trials[best], folder))
     return [best]
+
+
+def _begins(trial: Recipe, run: Recipe) -> bool:
+    """Whether the rounds and evaluations of a trial are the first of the run's, so that the run can go on from them."""
+    rounds, total = trial.federation.rounds, run.federation.rounds
+    as_long = replace(trial, federation=replace(trial.federation, rounds=total))
+    if as_long != run or run.run.resume == "never":
+        return False
+    if rounds == total:
+        return True
+    depends = run.load_algorithm().depends_on_total() or run.privacy is not None  # the noise is for all rounds
+    return rounds < total and not depends and rounds % run.eval.every == 0
 
 
 def _copy_run(trial: Path, folder: Path) -> None:

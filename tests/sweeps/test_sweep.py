@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,11 @@ def write(folder: Path, **grid: object) -> Path:
     path = folder / "grid.yaml"
     path.write_text(yaml.safe_dump(grid))
     return path
+
+
+def evaluated(folder: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["round"], line["eval_loss"]) for line in lines if "eval_loss" in line]
 
 
 def names(folder: Path) -> list[str]:
@@ -131,41 +137,55 @@ def test_the_best_trial_of_each_case_is_run_in_full(tiny: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_best_trial_is_the_run_of_the_first_seed_where_all_settings_agree(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "trial_rounds", "begins"),
+    [
+        ({}, None, True),
+        ({"eval.every": 2}, 2, True),
+        ({"eval.every": 3}, 2, False),  # the trial has an evaluation that the run does not have
+        ({"algorithm.schedule": "cosine_rounds"}, 2, False),  # the rates depend on the number of rounds
+        ({"run.resume": "never"}, None, False),  # a run must not go on from anything
+    ],
+)
+def test_the_run_of_the_first_seed_goes_on_from_the_best_trial_where_its_rounds_are_the_same(
+    change: dict[str, object],
+    trial_rounds: int | None,
+    begins: bool,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    grid = write(
-        tmp_path,
-        set={"federation.rounds": 2},
-        cases={"adam": {"algorithm": {"name": "localadam"}, "grid": {"algorithm.lr": [1e-9, 0.02]}}},
-        choose={"rounds": None, "by": "eval_loss"},
-        seeds=[3, 4],
-    )
+    case = {"algorithm": {"name": "localadam"}, **change, "grid": {"algorithm.lr": [1e-9, 0.02]}}
+    choose = {"rounds": trial_rounds, "by": "eval_loss"}
+    settings = {"federation.rounds": 4, "run.threads": 1}
+    grid = write(tmp_path, set=settings, cases={"adam": case}, choose=choose, seeds=[3, 4])
     began: list[str] = []
-    run = fedllm.sweeps.sweep.run
-    monkeypatch.setattr(
-        fedllm.sweeps.sweep,
-        "run",
-        lambda recipe, *args, **more: began.append(recipe.run.dir) or run(recipe, *args, **more),
-    )
-    computed: list[int] = []
-    compute = LoraProblem.loss_and_gradient
-    monkeypatch.setattr(
-        LoraProblem, "loss_and_gradient", lambda *args, **more: computed.append(len(began)) or compute(*args, **more)
-    )
-    out = sweep(tiny / "recipe.yaml", grid, tmp_path / "out", ["run.threads=1"]).folder
-    assert began == [
-        str(out / name)
-        for name in ("trials/adam,lr=1e-09", "trials/adam,lr=0.02", "adam,lr=0.02-s3", "adam,lr=0.02-s4")
-    ]
-    assert set(computed) == {1, 2, 4}, "the third is the copy of the second, and is only read"
+    run, compute = fedllm.sweeps.sweep.run, LoraProblem.loss_and_gradient
+
+    def recorded_run(recipe, *args, **more):
+        began.append(Path(recipe.run.dir).name)
+        return run(recipe, *args, **more)
+
+    computed: Counter[str] = Counter()
+
+    def recorded_compute(*args, **more):
+        computed[began[-1]] += 1
+        return compute(*args, **more)
+
+    monkeypatch.setattr(fedllm.sweeps.sweep, "run", recorded_run)
+    monkeypatch.setattr(LoraProblem, "loss_and_gradient", recorded_compute)
+    out = sweep(tiny / "recipe.yaml", grid, tmp_path / "out").folder
+    trial, first = "adam,lr=0.02", "adam,lr=0.02-s3"
+    assert began == ["adam,lr=1e-09", trial, first, "adam,lr=0.02-s4"]
+    cell = {**settings, "algorithm": "localadam", "algorithm.lr": 0.02, "run.seed": 3, **change}
+    began.append("alone")
     alone = run_recipe(
-        tiny / "recipe.yaml",
-        ["federation.rounds=2", "algorithm={name: localadam, lr: 0.02}", "run.seed=3", "run.threads=1"],
-        tmp_path / "alone",
+        tiny / "recipe.yaml", [f"{key}={value}" for key, value in cell.items()], tmp_path / "alone"
     ).folder
-    copy = out / "adam,lr=0.02-s3"
+    assert computed[first] == computed["alone"] - (computed[trial] if begins else 0)
+    copy = out / first
     assert same_bits(alone, copy)
+    assert evaluated(alone) == evaluated(copy)
     assert sorted(path.name for path in copy.iterdir()) == sorted(path.name for path in alone.iterdir())
     recipe = (alone / "recipe.yaml").read_text()
     assert (copy / "recipe.yaml").read_text() == recipe.replace(str(alone), str(copy))
