@@ -185,7 +185,7 @@ def test_every_ablation_has_a_grid_file() -> None:
         "fadamgc_tracked", "fadamgc_rates", "dirichlet", "local_steps", "sampling_rate", "gradient_correction",
         "all_algorithms", "sst2_fedadamw_rates", "non_iid_methods", "cifar10_methods", "uploads_bits",
         "privacy_noise", "privacy_samples", "robust_rules", "lora_train", "fedadamw_small", "fedadamw_pairs",
-        "fedadamw_tables",
+        "fedadamw_tables", "fedadamw_causes",
     }  # fmt: skip
 
 
