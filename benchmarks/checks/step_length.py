@@ -1,11 +1,12 @@
-"""How long the steps of FedAdamW are after its last checkpoint: the clients' gradients beside the averaged vbar.
+"""How long the steps of FedAdamW or FedLADA are after a run's last checkpoint: the clients' gradients beside v.
 
 python -m benchmarks.checks.step_length runs/qnli-s0 runs/qnli-s1
 
 Adam's step has the length of its rate where a gradient is as large as the root of the second moment, and a shorter one
-where the gradient is smaller. For each run: the mean loss of one batch of every client at x, and for each block the
-root mean square of these batches' gradients divided by the root of vbar, corrected as in FW Alg. 2, line 12. Given are
-the quartiles over the blocks.
+where the gradient is smaller. Both methods begin a round with the server's second moment: FedAdamW with vbar, corrected
+as in FW Alg. 2, line 12, FedLADA with v, which never falls. For each run: the mean loss of one batch of every client
+at x, and for each block the root mean square of these batches' gradients divided by the root of the block's mean second
+moment. Given are the quartiles over the blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ import torch
 from torch import Tensor
 
 from fedllm import load_recipe
+from fedllm.algorithms.base import Algorithm
 from fedllm.algorithms.fedadamw import FedAdamW
+from fedllm.algorithms.fedlada import FedLADA
+from fedllm.blocks import BlockPartition
 from fedllm.common.console import warn
 from fedllm.common.errors import UserError
+from fedllm.common.tensors import State
 from fedllm.experiment.build import ReadCache, assemble
 from fedllm.experiment.checkpoints import Checkpoints
 from fedllm.results.reader import require_run_folder
@@ -29,8 +34,8 @@ from fedllm.results.reader import require_run_folder
 
 @dataclass(frozen=True)
 class StepLength:
-    """After `round` rounds: the mean loss of one batch of every client, and the ratio of each block whose
-    vbar is not 0, [at most B]."""
+    """After `round` rounds: the mean loss of one batch of every client, and the ratio of each block whose second moment
+    is not 0, [at most B]."""
 
     round: int
     loss: float
@@ -39,18 +44,28 @@ class StepLength:
     def __str__(self) -> str:
         low, median, high = torch.quantile(self.ratios, torch.tensor([0.25, 0.5, 0.75])).tolist()
         return (
-            f"after round {self.round}, loss {self.loss:.3f}; gradient / sqrt(vbar) of {len(self.ratios)} blocks: "
+            f"after round {self.round}, loss {self.loss:.3f}; gradient / sqrt(v) of {len(self.ratios)} blocks: "
             f"median {median:.3g}, quartiles {low:.3g} and {high:.3g}"
         )
 
 
+def second_moment(algorithm: Algorithm, server: State, steps: int, blocks: BlockPartition) -> Tensor:
+    """The mean second moment of each block [B] with which the next round begins. steps: made so far, by one client."""
+    if isinstance(algorithm, FedAdamW):
+        return server["vbar"] / (1 - algorithm.betas[1] ** steps)
+    return blocks.means(server["v"])
+
+
 def step_length(folder: Path, cache: ReadCache) -> StepLength:
-    """Raises UserError if the folder is not one of a run with a vbar, or has no checkpoint."""
+    """Raises UserError if the folder is not one of a run of these methods, or has no checkpoint."""
     require_run_folder(folder)
     recipe = load_recipe(folder / "recipe.yaml")
     algorithm = recipe.load_algorithm()
-    if not (isinstance(algorithm, FedAdamW) and algorithm.aggregate_v):
-        raise UserError(f"{folder}: {recipe.algorithm['name']} keeps no vbar; expected fedadamw with aggregate_v: true")
+    if not (isinstance(algorithm, FedLADA) or (isinstance(algorithm, FedAdamW) and algorithm.aggregate_v)):
+        raise UserError(
+            f"{folder}: {recipe.algorithm['name']} keeps no second moment on the server; expected fedadamw with "
+            f"aggregate_v: true, or fedlada"
+        )
     snapshot = Checkpoints(folder / "checkpoints", warn).latest()
     if snapshot is None:
         raise UserError(f"{folder}: no intact checkpoint in {folder / 'checkpoints'}; run the recipe again")
@@ -61,9 +76,8 @@ def step_length(folder: Path, cache: ReadCache) -> StepLength:
         loss, gradient = problem.loss_and_gradient(snapshot.x[None], [client], snapshot.round, 0)
         squares += gradient[0] ** 2 / problem.num_clients
         losses.append(loss.item())
-    steps = snapshot.round * job.info.local_steps
-    vh = snapshot.server["vbar"] / (1 - algorithm.betas[1] ** steps)
-    ratios = (blocks.means(squares) / vh)[vh > 0].sqrt()
+    v = second_moment(algorithm, snapshot.server, snapshot.round * job.info.local_steps, blocks)
+    ratios = (blocks.means(squares) / v)[v > 0].sqrt()
     return StepLength(snapshot.round, sum(losses) / len(losses), ratios)
 
 
