@@ -49,6 +49,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, metavar="N", help="only the first N rounds")
     parser.add_argument("--below", type=float, default=0.3, metavar="SHARE", help="the lower bound (default: 0.3)")
     options = parser.parse_args(arguments)
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds: found {options.rounds}, expected 1 or more")
     try:
         for folder in options.folders:
             print(line(load_run(folder), options.rounds, options.below))

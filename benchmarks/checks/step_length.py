@@ -70,11 +70,11 @@ def step_length(folder: Path, cache: ReadCache) -> StepLength:
     if snapshot is None:
         raise UserError(f"{folder}: no intact checkpoint in {folder / 'checkpoints'}; run the recipe again")
     job = assemble(recipe, cache)
-    problem, blocks = job.problem, job.info.blocks
-    squares, losses = torch.zeros(problem.dim), []
+    problem, blocks = job.problem, job.info.blocks.to("cpu")
+    x, squares, losses = snapshot.x[None].to(job.machine.device), torch.zeros(problem.dim), []
     for client in range(problem.num_clients):
-        loss, gradient = problem.loss_and_gradient(snapshot.x[None], [client], snapshot.round, 0)
-        squares += gradient[0] ** 2 / problem.num_clients
+        loss, gradient = problem.loss_and_gradient(x, [client], snapshot.round, 0)
+        squares += gradient[0].cpu() ** 2 / problem.num_clients
         losses.append(loss.item())
     v = second_moment(algorithm, snapshot.server, snapshot.round * job.info.local_steps, blocks)
     ratios = (blocks.means(squares) / v)[v > 0].sqrt()
