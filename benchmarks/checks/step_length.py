@@ -24,11 +24,10 @@ from fedllm.algorithms.base import Algorithm
 from fedllm.algorithms.fedadamw import FedAdamW
 from fedllm.algorithms.fedlada import FedLADA
 from fedllm.blocks import BlockPartition
-from fedllm.common.console import warn
 from fedllm.common.errors import UserError
 from fedllm.common.tensors import State
 from fedllm.experiment.build import ReadCache, assemble
-from fedllm.experiment.checkpoints import Checkpoints
+from fedllm.experiment.trained import snapshot_of
 from fedllm.results.reader import require_run_folder
 
 
@@ -66,9 +65,7 @@ def step_length(folder: Path, cache: ReadCache) -> StepLength:
             f"{folder}: {recipe.algorithm['name']} keeps no second moment on the server; expected fedadamw with "
             f"aggregate_v: true, or fedlada"
         )
-    snapshot = Checkpoints(folder / "checkpoints", warn).latest()
-    if snapshot is None:
-        raise UserError(f"{folder}: no intact checkpoint in {folder / 'checkpoints'}; run the recipe again")
+    snapshot = snapshot_of(folder)
     job = assemble(recipe, cache)
     problem, blocks = job.problem, job.info.blocks.to("cpu")
     x, squares, losses = snapshot.x[None].to(job.machine.device), torch.zeros(problem.dim), []

@@ -57,7 +57,7 @@ def load_trained(folder: str | Path, round: int | None = None) -> TrainedRun:
     folder = Path(folder).expanduser()
     require_rounds(folder, round)
     recipe = load_recipe(folder / "recipe.yaml")
-    snapshot = _snapshot(folder, round)
+    snapshot = snapshot_of(folder, round)
     classes = snapshot.facts.labels
     if classes is None:  # an older checkpoint, without labels: they come from the data
         classes = list(load_dataset(recipe.data, recipe.run.local_hub).classes)
@@ -80,7 +80,8 @@ def load_trained(folder: str | Path, round: int | None = None) -> TrainedRun:
     return TrainedRun(folder, recipe, task, backbone, model, snapshot.round, data, about)
 
 
-def _snapshot(folder: Path, round: int | None) -> Snapshot:
+def snapshot_of(folder: Path, round: int | None = None) -> Snapshot:
+    """A run's newest intact checkpoint, or that of a round. Raises UserError if there is none."""
     checkpoints = Checkpoints(folder / "checkpoints", warn)
     snapshot = checkpoints.latest() if round is None else checkpoints.of(round)
     if snapshot is None:
